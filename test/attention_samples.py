@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from op_db import attention_reference as reference
 from torch import Tensor
+from triangle_attention_samples import attention_reference as reference
 
 import torchops
 

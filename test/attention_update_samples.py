@@ -1,4 +1,4 @@
-"""triangle_attention_update as papers write it, parameters for it, and comparisons with it."""
+"""Parameters for triangle_attention_update, and comparisons with it as papers write it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from checks import random_like
 from torch import Tensor
-from torch.nn.functional import layer_norm, linear
+from triangle_attention_samples import update_reference
 
 from torchops import AttentionWeights
 from torchops._triangle_attention.update.arguments import Node
@@ -17,20 +17,7 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 4e-3, tor
 
 
 def reference(x: Tensor, mask: Tensor | None, w: AttentionWeights, node: Node) -> Tensor:
-    """As papers write it. The exponential of -1000 is 0, also in float64, and the number so small that a row without
-    keys has the result which it has without a mask."""
-    if node == "ending":
-        x, mask = x.transpose(-2, -3), None if mask is None else mask.mT
-    z = layer_norm(x, x.shape[-1:], w.norm_weight, w.norm_bias, w.eps)
-    q, k, v = (linear(z, t).unflatten(-1, (w.heads, -1)).transpose(-3, -2) for t in (w.q, w.k, w.v))
-    s = q @ k.mT * q.shape[-1] ** -0.5 + linear(z, w.bias_weight).movedim(-1, -3).unsqueeze(-4)
-    if mask is not None:
-        s = s - 1e3 * (mask == 0)[..., None, None, :]
-    o = (s.softmax(-1) @ v).transpose(-3, -2).flatten(-2)
-    if w.gate is not None:
-        o = o * linear(z, w.gate, w.gate_bias).sigmoid()
-    out = linear(o, w.out, w.out_bias)
-    return out.transpose(-2, -3) if node == "ending" else out
+    return update_reference(x, mask, list(w[:10]), w.heads, w.eps, node == "ending")
 
 
 def weights(

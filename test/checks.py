@@ -63,9 +63,8 @@ def tensors(arguments: Any) -> list[Tensor]:
 
 def with_tensors(arguments: Any, values: Iterable[Any]) -> Any:
     """The arguments with `values`, in order, in the place of the tensors."""
-    rest, (args, kwargs) = iter(values), arguments
-    given = [next(rest) if is_operand(a) else a for a in args]
-    return given, {name: next(rest) if is_operand(a) else a for name, a in kwargs.items()}
+    rest = iter(values)
+    return tree_map_only(Tensor, lambda t: next(rest) if is_operand(t) else t, arguments)
 
 
 def expanded(arguments: Any) -> bool:

@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from _pytest.assertion import rewrite
-from op_db import OPS, SCALED, OpCase
+from op_db import OPS, SCALED, UPDATES, OpCase
 from samples import dtype_name
 
 # --- every test asserts ----------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         only = {**mark.kwargs, **only}
     known = ["case", "device", "dtype", "sample", "error"]
     names = [name for name in known if name in metafunc.fixturenames]
-    rows = [row for case in (*OPS, *SCALED) if _wanted(case, only) for row in _rows(case, names, only)]
+    rows = [row for case in (*OPS, *SCALED, *UPDATES) if _wanted(case, only) for row in _rows(case, names, only)]
     metafunc.parametrize(names, [pytest.param(*row.values(), id="-".join(map(_id, row.values()))) for row in rows])
 
 

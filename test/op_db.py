@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from dense_samples import (
+    DENSE_ERRORS,
+    DENSE_SAMPLES,
+    SIGMOID_ERRORS,
+    dense_reference,
+    sigmoid_samples,
+)
 from product_samples import (
     GATE_ERRORS,
     GLU_ERRORS,
@@ -34,20 +40,10 @@ from row_samples import (
     softmax_smooth,
 )
 from samples import (
-    ZERO_DIM,
     Arguments,
     ErrorInput,
-    Make,
     Sample,
-    arguments,
-    dtype_errors,
-    every_second_column,
-    every_third_row,
-    match_errors,
-    on_layouts,
     overlap_errors,
-    swapped,
-    wide,
 )
 from scaled_samples import (
     RESULTS,
@@ -60,13 +56,28 @@ from scaled_samples import (
 from torch import Tensor
 from transition_samples import (
     TRANSITION_ERRORS,
-    TRANSITION_KEYWORDS,
     TRANSITION_OVERLAPS,
+    transition_arguments,
     transition_reference,
     transition_reference_,
     transition_samples,
     transition_smooth,
     transition_smooth_,
+)
+from triangle_attention_samples import (
+    ATTENTION_ERRORS,
+    ATTENTION_SAMPLES,
+    UPDATE_ERRORS,
+    UPDATE_OVERLAPS,
+    attention_reference,
+    update,
+    update_,
+    update_arguments,
+    update_reference,
+    update_reference_,
+    update_samples,
+    update_smooth,
+    update_smooth_,
 )
 
 import torchops
@@ -76,18 +87,20 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class OpCase:
-    name: str  # with that of the overload, if it has one
+    name: str  # of the operator that a user calls, with that of the overload, if it has one
     wrapper: Callable[..., Tensor]
     reference: Callable[..., Tensor]  # composed of ATen; returns the new value, also for an operator that mutates
     samples: tuple[Sample, ...]
     errors: tuple[ErrorInput, ...]
     # For derivatives beyond the first; None where `reference` serves.
     smooth_reference: Callable[..., Tensor] | None = None
+    private: bool = False  # a function calls the operator, whose name has an underscore in front
     mutates: int | None = None  # the position of the argument that is overwritten
     twin: str | None = None  # the functional operator that computes the same
     dtypes: tuple[torch.dtype, ...] = DTYPES
     recomputes: float = 0  # the part of the products of the forward pass that the gradient computes again
-    keywords: tuple[str, ...] = ()  # all arguments but the first, where they are passed by name alone
+    # The arguments that stand for values in the order of the schema, where that takes some by name alone, or in a list.
+    pack: Callable[..., Arguments] | None = None
     differentiable: bool = True
     capability: tuple[int, int] = (0, 0)  # that a GPU needs
     casts_weights: bool = False  # under autocast its weights alone are cast, and it takes float32 inputs beside them
@@ -102,7 +115,7 @@ class OpCase:
 
     @property
     def op(self) -> torch._ops.OpOverload:
-        packet, _, overload = self.name.partition(".")
+        packet, _, overload = self.registered.partition(".")
         return getattr(getattr(torch.ops.myops, packet), overload or "default")
 
     @property
@@ -116,14 +129,16 @@ class OpCase:
 
     def call(self, function: Callable[..., Any], *values: Any, **others: Any) -> Any:
         """`function`, the operator or what stands for it, of values in the order of its schema."""
-        if self.keywords:
-            first, *rest = values
-            return function(first, **dict(zip(self.keywords, rest)), **others)  # noqa: B905 (the last may be left out)
-        return function(*values, **others)
+        args, kwargs = self.pack(*values) if self.pack else (values, {})
+        return function(*args, **kwargs, **others)
 
     @property
     def qualified(self) -> str:
-        return f"myops::{self.name}"
+        return f"myops::{self.registered}"
+
+    @property
+    def registered(self) -> str:
+        return f"_{self.name}" if self.private else self.name
 
     @property
     def without_overload(self) -> str:
@@ -149,135 +164,6 @@ def copy_like(x: Tensor) -> Tensor:
         return x.clone()
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
-
-# --- dense -----------------------------------------------------------------------------------------------------------
-
-
-def dense_reference(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    return torch.sigmoid(F.linear(x, w, b))
-
-
-DENSE_SAMPLES = (
-    Sample("matrix", lambda t: arguments(t(5, 7), t(3, 7), t(3))),
-    Sample("no_bias", lambda t: arguments(t(5, 7), t(3, 7))),
-    Sample("vector", lambda t: arguments(t(7), t(3, 7), t(3))),
-    Sample("vector_no_bias", lambda t: arguments(t(7), t(3, 7), None)),
-    Sample("four_dims", lambda t: arguments(t(2, 3, 1, 7), t(5, 7), t(5))),
-    Sample("one_by_one", lambda t: arguments(t(1, 1), t(1, 1), t(1))),
-    Sample("transposed_x", lambda t: arguments(t(7, 5, view=Tensor.t), t(3, 7), t(3))),
-    Sample("transposed_w", lambda t: arguments(t(5, 7), t(7, 3, view=Tensor.t), t(3))),
-    Sample("strided", lambda t: arguments(t(5, 14, view=every_second_column), t(9, 7, view=every_third_row), t(3))),
-    Sample("strided_bias", lambda t: arguments(t(5, 7), t(3, 7), t(6, view=every_second_column))),
-    Sample("permuted_x", lambda t: arguments(t(7, 4, 3, view=swapped), t(5, 7), t(5))),
-    Sample("expanded_x", lambda t: arguments(t(1, 7, view=lambda v: v.expand(5, 7)), t(3, 7), t(3))),
-    Sample("expanded_w", lambda t: arguments(t(5, 7), t(1, 7, view=lambda v: v.expand(3, 7)), t(3))),
-    Sample("expanded_bias", lambda t: arguments(t(5, 7), t(3, 7), t(1, view=lambda v: v.expand(3)))),
-    Sample("zero_rows", lambda t: arguments(t(0, 7), t(3, 7), t(3))),
-    Sample("zero_rows_inside", lambda t: arguments(t(2, 0, 7), t(3, 7), t(3))),
-    Sample("zero_in", lambda t: arguments(t(5, 0), t(3, 0), t(3))),
-    Sample("zero_in_no_bias", lambda t: arguments(t(5, 0), t(3, 0))),
-    Sample("zero_in_vector", lambda t: arguments(t(0), t(3, 0), t(3))),
-    Sample("zero_out", lambda t: arguments(t(5, 7), t(0, 7), t(0))),
-    Sample("tall", lambda t: arguments(t(5003, 19), t(37, 19), t(37)), large=True),
-    Sample("wide", lambda t: arguments(t(67, 61, scale=0.3), t(4099, 61), t(4099)), large=True),
-    Sample("deep", lambda t: arguments(t(131, 1031, scale=0.1), t(257, 1031), t(257)), large=True),
-)
-
-_W = "expected w of shape (out, in) with in = {} to match x, got {}"
-_BIAS = "expected b of shape (3,) to match w, got {}"
-
-DENSE_ERRORS = (
-    ErrorInput("zero_dim_x", lambda t: arguments(t(), t(3, 7), t(3)), ZERO_DIM.format("x")),
-    ErrorInput("rank_w_1", lambda t: arguments(t(5, 7), t(7), t(3)), _W.format(7, "(7,)")),
-    ErrorInput("rank_w_3", lambda t: arguments(t(5, 7), t(1, 3, 7), t(3)), _W.format(7, "(1, 3, 7)")),
-    ErrorInput("zero_dim_w", lambda t: arguments(t(5, 7), t(), t(3)), _W.format(7, "()")),
-    ErrorInput("inner_size", lambda t: arguments(t(5, 7), t(3, 6), t(3)), _W.format(7, "(3, 6)")),
-    ErrorInput("w_not_transposed", lambda t: arguments(t(2, 5, 7), t(7, 3)), _W.format(7, "(7, 3)")),
-    ErrorInput("inner_size_1", lambda t: arguments(t(1), t(3, 6)), _W.format(1, "(3, 6)")),
-    ErrorInput("bias_size", lambda t: arguments(t(5, 7), t(3, 7), t(4)), _BIAS.format("(4,)")),
-    ErrorInput("bias_size_1", lambda t: arguments(t(5, 7), t(3, 7), t(1)), _BIAS.format("(1,)")),
-    ErrorInput("bias_rank", lambda t: arguments(t(5, 7), t(3, 7), t(1, 3)), _BIAS.format("(1, 3)")),
-    ErrorInput("zero_dim_bias", lambda t: arguments(t(5, 7), t(3, 7), t()), _BIAS.format("()")),
-    *dtype_errors("x", lambda t, d: arguments(t(5, 7, dtype=d), t(3, 7, dtype=d), t(3, dtype=d))),
-    *match_errors("w", "x", lambda t, **other: arguments(t(5, 7), t(3, 7, **other), t(3))),
-    *match_errors("b", "x", lambda t, **other: arguments(t(5, 7), t(3, 7), t(3, **other))),
-)
-
-# --- sigmoid ---------------------------------------------------------------------------------------------------------
-
-
-def _sigmoid_samples(mutates: bool) -> tuple[Sample, ...]:
-    return (
-        *on_layouts(mutates, lambda t, x: arguments(x)),
-        Sample("zero_dim", lambda t: arguments(t())),
-        Sample("empty", lambda t: arguments(t(0))),
-        Sample("saturated", lambda t: arguments(t(5, 7, scale=100.0)), large=True),
-        Sample("large", lambda t: arguments(t(517, 1031)), large=True),
-        Sample("large_strided", lambda t: arguments(t(1031, 517, view=Tensor.t)), large=True),
-    )
-
-
-# --- triangle attention ----------------------------------------------------------------------------------------------
-
-
-def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, scale: float | None = None
-) -> Tensor:
-    """As papers write it, all scores at once. The exponential of -1000 is 0 in float64, and the number is small enough
-    that a row without keys has the result which it has without a mask."""
-    s = q @ k.mT * (max(q.shape[-1], 1) ** -0.5 if scale is None else scale) + bias
-    if mask is not None:
-        s = s - (~mask) * 1e3
-    return torch.softmax(s, -1).to(v.dtype) @ v
-
-
-def _attention(t: Make, *sizes: int, **kwargs: Any) -> Arguments:
-    """Of tensors for batch, rows, heads, n and d."""
-    batch, _, heads, n, _ = sizes
-    return arguments(t(*sizes), t(*sizes), t(*sizes), t(batch, 1, heads, n, n), **kwargs)
-
-
-ATTENTION_SAMPLES = (
-    Sample("matrix", lambda t: _attention(t, 1, 3, 2, 3, 4)),
-    Sample("four_dims", lambda t: _attention(t, 2, 3, 3, 5, 5, scale=0.7)),
-    Sample("masked", lambda t: _attention(t, 1, 2, 2, 4, 3, mask=t(1, 2, 1, 1, 4) > -0.5)),
-    Sample("float32_bias", lambda t: arguments(*(t(1, 2, 1, 4, 3) for _ in "qkv"), wide(t, 1, 1, 1, 4, 4))),
-    Sample("zero_batch", lambda t: _attention(t, 0, 4, 2, 4, 8)),
-    Sample("zero_rows", lambda t: _attention(t, 1, 0, 2, 4, 8)),
-    Sample("zero_heads", lambda t: _attention(t, 1, 4, 0, 4, 8)),
-    Sample("zero_rows_and_n", lambda t: _attention(t, 1, 0, 2, 0, 8)),
-    Sample("zero_in", lambda t: _attention(t, 1, 4, 2, 4, 0)),
-)
-
-
-def _wrong(name: str, what: str, build: Callable[[Make], Tensor], text: str) -> ErrorInput:
-    def given(t: Make) -> Arguments:
-        args, _ = _attention(t, *_SIZES)
-        return arguments(**dict(zip(("q", "k", "v", "bias"), args, strict=True)) | {name: build(t)})
-
-    return ErrorInput(f"{name}_{what}", given, f"expected {name} {text}")
-
-
-_SIZES = (1, 4, 2, 4, 8)
-_LIKE_Q = f"of shape {_SIZES} to match q, got {{}}"
-
-ATTENTION_ERRORS = (
-    _wrong("q", "rank", lambda t: t(4, 2, 4, 8), "of shape (batch, R, H, N, d), got (4, 2, 4, 8)"),
-    _wrong("k", "size", lambda t: t(1, 4, 2, 5, 8), _LIKE_Q.format("(1, 4, 2, 5, 8)")),
-    _wrong("v", "size", lambda t: t(1, 4, 2, 4, 7), _LIKE_Q.format("(1, 4, 2, 4, 7)")),
-    _wrong("bias", "rank", lambda t: t(1, 2, 4, 4), "of shape (1, 1, 2, 4, 4) to match q, got (1, 2, 4, 4)"),
-    _wrong("mask", "rank", lambda t: t(1, 4, 4) > 0, "of shape (1, 4, 1, 1, 4) to match q, got (1, 4, 4)"),
-    _wrong("mask", "float32", lambda t: t(1, 4, 1, 1, 4), "of dtype bool, got float32"),
-    *dtype_errors("q", lambda t, d: arguments(t(*_SIZES, dtype=d), *_attention(t, *_SIZES)[0][1:])),
-    *match_errors(
-        "v", "q", lambda t, **other: arguments(t(*_SIZES), t(*_SIZES), t(*_SIZES, **other), t(1, 1, 2, 4, 4))
-    ),
-    *match_errors("bias", "q", lambda t, **other: arguments(*(t(*_SIZES),) * 3, t(1, 1, 2, 4, 4, **other))),
-)
-
-# --- all -------------------------------------------------------------------------------------------------------------
-
-SIGMOID_ERRORS = dtype_errors("x", lambda t, d: arguments(t(5, 7, dtype=d)))
 
 # Between product, factor and result they round twice, where bias and activation were not part of the product: each time
 # half a digit.
@@ -319,12 +205,12 @@ OPS = (
         casts_weights=True,
         slack=SLACK_OF_GATES,
     ),
-    OpCase("sigmoid", torchops.sigmoid, torch.sigmoid, _sigmoid_samples(False), SIGMOID_ERRORS),
+    OpCase("sigmoid", torchops.sigmoid, torch.sigmoid, sigmoid_samples(False), SIGMOID_ERRORS),
     OpCase(
         "sigmoid_",
         torchops.sigmoid_,
         torch.sigmoid,
-        _sigmoid_samples(True),
+        sigmoid_samples(True),
         (*SIGMOID_ERRORS, *overlap_errors("x", lambda t, rows: [])),
         mutates=0,
         twin="sigmoid",
@@ -391,7 +277,7 @@ OPS = (
         TRANSITION_ERRORS,
         transition_smooth,
         recomputes=2 / 3,
-        keywords=TRANSITION_KEYWORDS,
+        pack=transition_arguments,
         casts_weights=True,
         slack=SLACK_OF_TRANSITIONS,
     ),
@@ -405,7 +291,7 @@ OPS = (
         mutates=0,
         twin="transition",
         recomputes=2 / 3,
-        keywords=TRANSITION_KEYWORDS,
+        pack=transition_arguments,
         casts_weights=True,
         slack=SLACK_OF_TRANSITIONS,
     ),
@@ -448,5 +334,37 @@ SCALED = (
         differentiable=False,
         capability=(8, 9),
         slack=SLACK_OF_SCALED,
+    ),
+)
+
+# The update by triangle attention.
+UPDATES = (
+    OpCase(
+        "triangle_attention_update",
+        update,
+        update_reference,
+        update_samples(False),
+        UPDATE_ERRORS,
+        update_smooth,
+        private=True,
+        recomputes=2 / 3,
+        pack=update_arguments,
+        casts_weights=True,
+        slack=SLACK_OF_TRANSITIONS,
+    ),
+    OpCase(
+        "triangle_attention_update_",
+        update_,
+        update_reference_,
+        update_samples(True),
+        (*UPDATE_ERRORS, *UPDATE_OVERLAPS),
+        update_smooth_,
+        private=True,
+        mutates=0,
+        twin="triangle_attention_update",
+        recomputes=2 / 3,
+        pack=update_arguments,
+        casts_weights=True,
+        slack=SLACK_OF_TRANSITIONS,
     ),
 )

@@ -5,13 +5,14 @@ An operator that overwrites its argument keeps the dtype of that, and its other 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from checks import assert_all_close, assert_as_good_as_aten, gradients, is_operand, random_like, tensors, to_float64
+from checks import assert_all_close, assert_as_good_as_aten, gradients, random_like, tensors, to_float64, with_tensors
 from op_db import OPS, OpCase
 from samples import Arguments, Sample
 from torch import Tensor
@@ -42,18 +43,18 @@ class Casts(TorchDispatchMode):
 
 def mixed(arguments: Arguments, first: torch.dtype, rest: torch.dtype, norms: torch.dtype | None = None) -> Arguments:
     """The first tensor in one dtype and the others in another, as new leaves that keep their strides. Parameters of
-    folded layer norms may get a third one."""
-    dtypes = iter([first] + [rest] * len(tensors(arguments)))
-
-    def cast(value: Any, name: str = "") -> Any:
-        if not is_operand(value):
-            return value
-        dtype = next(dtypes)
-        dtype = norms if norms is not None and name.startswith("norm_") else dtype
-        return value.detach().to(dtype).requires_grad_(value.requires_grad)
-
+    folded layer norms, which are named so or come first in a list, may get a third one."""
     args, kwargs = arguments
-    return [cast(value) for value in args], {name: cast(value, name) for name, value in kwargs.items()}
+    of_norms = [t for name, t in kwargs.items() if name.startswith("norm_")]
+    of_norms += [t for value in args if isinstance(value, list) for t in value[:2]]
+
+    def cast(number: int, t: Tensor) -> Tensor:
+        dtype = first if number == 0 else rest
+        if norms is not None and any(t is of_norm for of_norm in of_norms):
+            dtype = norms
+        return t.detach().to(dtype).requires_grad_(t.requires_grad)
+
+    return with_tensors(arguments, itertools.starmap(cast, enumerate(tensors(arguments))))
 
 
 def aten_has_it(case: OpCase, device: str, sample: Sample, first: torch.dtype, rest: torch.dtype) -> bool:

@@ -27,6 +27,8 @@ DOCUMENTED = re.findall(
 )[0]
 
 matrix = pytest.mark.ops(samples=["matrix"], dtypes=[torch.float64])
+# Of a private operator, __torch_function__ sees the overload.
+public = pytest.mark.ops(where=lambda case, **_: not case.private)
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -199,6 +201,7 @@ class Named(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
+@public
 @matrix
 def test_torch_function_of_a_subclass(case: OpCase, sample: Sample) -> None:
     args, kwargs = sample(torch.float64, "cpu")
@@ -212,6 +215,7 @@ def test_torch_function_of_a_subclass(case: OpCase, sample: Sample) -> None:
     assert_all_close([out.as_subclass(Tensor)], [expected])
 
 
+@public
 @matrix
 def test_torch_function_mode(case: OpCase, sample: Sample) -> None:
     class Mode(TorchFunctionMode):
@@ -227,6 +231,7 @@ def test_torch_function_mode(case: OpCase, sample: Sample) -> None:
     assert seen[0][1][0] is args[0]
 
 
+@public
 @matrix
 def test_torch_function_of_what_is_no_tensor(case: OpCase, sample: Sample) -> None:
     """An object that only has the method, in any place."""
@@ -258,6 +263,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@public
 @matrix
 def test_torch_dispatch_mode(case: OpCase, sample: Sample) -> None:
     """Without gradients the operator itself; in training, one that overwrites is its twin, or that with the residual

@@ -31,12 +31,12 @@ def drawn(
 
     x = 8 * normal(257, 1) + spread * normal(257, features)
     norm = [normal(features), normal(features)] if affine else [None, None]
-    if "layer_norm" in case.name:
+    if case.pack is None:
         values = arguments(x, [features], *norm, eps)
     else:
         hidden = 16
         parameters = [*norm, normal(hidden, features), None, normal(hidden, features), None, normal(features, hidden)]
-        values = arguments(x, **dict(zip(case.keywords, parameters, strict=False)), eps=eps)
+        values = case.pack(x, *parameters, None, eps)
     moved: Arguments = tree_map_only(Tensor, lambda t: t.to(device, dtype), values)
     return moved, normal(257, features).to(device, dtype)
 
@@ -61,7 +61,7 @@ def test_rows_of_nearly_equal_values(operator: OpCase, dtype: torch.dtype, featu
         for each in zip(got, aten, exact, errors, strict=True):
             assert_like_aten(operator, *each)
         # Of normalised rows of zeros, the other operator makes products of zeros, and its gradient is 0.
-        if features > 1 and spread < 1 and (affine or not operator.keywords):
+        if features > 1 and spread < 1 and (affine or not operator.pack):
             wrong, _ = drawn(operator, dtype, device, eps=2e-5, **how)
             (dx, *_), plain = gradients(operator.pure, fresh(wrong), cotangent), exact[0].to(got[0].dtype)
             with pytest.raises(AssertionError):

@@ -71,7 +71,8 @@ def wanted(case: OpCase, sample: Sample) -> bool:
     return sample.leaves and not sample.large and sample.name not in REFUSED.get(case.name, ())
 
 
-@pytest.mark.ops(differentiable=True)
+# Private operators are exported with their modules, below.
+@pytest.mark.ops(differentiable=True, where=lambda case, **_: not case.private)
 def test_operator(case: OpCase) -> None:
     calls = Calls([(case, sample(torch.float32, "cpu")) for sample in case.samples if wanted(case, sample)])
     inputs = calls.inputs()

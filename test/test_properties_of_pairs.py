@@ -1,6 +1,4 @@
-"""As `test_properties.py`, for the operators that are not in `op_db.OPS`: the triangle update and the update by
-triangle attention in both forms, triangle attention, and products of eight bits.
-"""
+"""As `test_properties.py`, for operators on pair tensors, and for products of eight bits."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import triangle_reference
 from attention_update_samples import weights as attention_weights
 from checks import random_like
 from torch import Tensor
-from torch.nn.functional import linear
+from triangle_attention_samples import NAMES, update_reference
 from triangle_samples import parameters as triangle_weights
 
 import torchops
@@ -244,17 +242,7 @@ def attention_update(x: Tensor, mask: Tensor | None, node: Any, adds: str = "", 
 def attention_update_written_out(
     x: Tensor, mask: Tensor | None, node: str, adds: str = "", *, heads: int, **w: Any
 ) -> Tensor:
-    """A float32 x with 16-bit weights is normalised in float32, and what follows has the weights' dtype."""
-    y, keys = (x.transpose(-2, -3), mask if mask is None else mask.mT) if node == "ending" else (x, mask)
-    z = triangle_reference._norm(y, w["norm_weight"], w["norm_bias"], 0.1).to(w["q"].dtype)
-    q, k, v = (linear(z, w[name]).unflatten(-1, (heads, w["q"].shape[0] // heads)).transpose(-3, -2) for name in "qkv")
-    bias = linear(z, w["bias_weight"]).movedim(-1, -3).unsqueeze(-4)
-    kept = None if keys is None else (keys != 0)[..., None, None, :]
-    o = written_out(q, k, v, bias, kept).transpose(-3, -2).flatten(-2)
-    if w["gate"] is not None:
-        o = o * linear(z, w["gate"], w["gate_bias"]).sigmoid()
-    made = linear(o, w["out"], w["out_bias"])
-    made = made.transpose(-2, -3) if node == "ending" else made
+    made = update_reference(x, mask, [w[name] for name in NAMES], heads, 0.1, node == "ending")
     return x + made if adds else made
 
 

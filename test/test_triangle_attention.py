@@ -16,10 +16,10 @@ from attention_samples import (
     exact,
     with_gradients,
 )
-from op_db import attention_reference as reference
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
+from triangle_attention_samples import attention_reference as reference
 
 import torchops
 

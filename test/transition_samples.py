@@ -33,14 +33,19 @@ TRANSITION_KEYWORDS = (
 )
 
 
+def transition_arguments(x: Tensor, *rest: Any) -> Arguments:
+    """By name, of which the last may be left out."""
+    return arguments(x, **dict(zip(TRANSITION_KEYWORDS, rest)))  # noqa: B905
+
+
 def transition_reference(x: Tensor, **parameters: Any) -> Tensor:
-    return _written_out(x, _layer_norm, F.silu, **parameters)
+    return _written_out(x, layer_norm, F.silu, **parameters)
 
 
 def transition_smooth(x: Tensor, **parameters: Any) -> Tensor:
     """ATen's third derivative of a layer norm is wrong: it takes the moments for constants. That of silu has no forward
     mode."""
-    return _written_out(x, _normalized, lambda u: u * torch.sigmoid(u), **parameters)
+    return _written_out(x, normalized, lambda u: u * torch.sigmoid(u), **parameters)
 
 
 def transition_reference_(x: Tensor, **parameters: Any) -> Tensor:
@@ -66,19 +71,24 @@ def _written_out(
     down_bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    given = [t for t in (norm_weight, norm_bias) if t is not None]
-    wide = x.to(functools.reduce(torch.promote_types, (t.dtype for t in given), x.dtype))
-    weight, bias = (None if t is None else t.to(wide.dtype) for t in (norm_weight, norm_bias))
-    z = norm(wide, weight, bias, eps).to(gate_weight.dtype)
+    z = norm(*promoted(x, norm_weight, norm_bias), eps).to(gate_weight.dtype)
     h = silu(F.linear(z, gate_weight, gate_bias)) * F.linear(z, up_weight, up_bias)
     return F.linear(h, down_weight, down_bias)
 
 
-def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def promoted(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """In the widest dtype of the three."""
+    given = [t for t in (weight, bias) if t is not None]
+    x = x.to(functools.reduce(torch.promote_types, (t.dtype for t in given), x.dtype))
+    weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
+    return x, weight, bias
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def _normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     var, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
     y = (x - mean) * torch.rsqrt(var + eps)
     y = y if weight is None else y * weight

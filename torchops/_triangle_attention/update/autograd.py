@@ -103,7 +103,8 @@ class _Update(torch.autograd.Function):
         add_residual, of_layer = ctx.add_residual and grad.dtype == dtype, grad.to(dtype)
         how = *ctx.how, output_mask, ctx.low_memory, add_residual
         arguments = of_layer, x, product, logsumexp, mask, parameters, *how
-        if no_derivatives():
+        # Compiled autograd traces this, and Dynamo does not know the dispatcher's keys.
+        if not torch.compiler.is_compiling() and no_derivatives():
             with below_autograd():
                 grads = update_backward(*arguments)
         else:
