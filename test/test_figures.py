@@ -9,56 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import committed_figures as committed
 import pytest
-from committed_figures import (
-    BACKWARD,
-    FORWARD,
-    PACKED,
-    ROOT,
-    ROWS,
-    bandwidth_of_ring,
-    between_runs,
-    by_cublas,
-    case,
-    copied_per_second,
-    data_parallel,
-    distance_of_model,
-    document,
-    exact,
-    fast_accumulation,
-    first_message,
-    forward_of_streams,
-    gain,
-    gates,
-    hot,
-    inference_by_compile,
-    kept,
-    longest,
-    longest_without_sigmoid,
-    model,
-    odd_rows,
-    on_a_cpu,
-    on_a_cpu_of_eager,
-    portable,
-    portable_dense,
-    portable_gains,
-    power_of_products,
-    ratios,
-    released,
-    scaled,
-    scaled_errors,
-    sharded,
-    slowdown,
-    stage,
-    stage_bound,
-    swiglu,
-    times,
-    training_of_streams,
-    triangle,
-    triangle_on_a_cpu,
-    wide_triangle,
-    with_memory,
-)
+from committed_figures import BACKWARD, FORWARD, PACKED, ROOT, ROWS, case
 
 from benchmarks import render
 from benchmarks.machine import PEERS
@@ -71,26 +24,32 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         "it takes {:.1f} pair tensors of memory instead of {:.0f}, and {:.2f} ms; `torch.compile` in its default mode"
         " takes {:.2f} ms, and eager mode as papers write it {:.0f} ms",
         lambda: [
-            *triangle("torchops", "channels first, torch.compile", what="pair tensors"),
-            *triangle("torchops", "channels first, torch.compile", "as written"),
+            *committed.triangle("torchops", "channels first, torch.compile", what="pair tensors"),
+            *committed.triangle("torchops", "channels first, torch.compile", "as written"),
         ],
     ),
     (
         "README.md",
         "`replace` reduces inference from {:.0f} to {:.0f} ms, and training from {:.0f} to {:.0f} ms and from {:.1f} to"
         " {:.1f} GiB",
-        lambda: [*released(FORWARD, 1, "ms"), *released("training", 1, "ms"), *released("training", 1024, "MiB")],
+        lambda: [
+            *committed.released(FORWARD, 1, "ms"),
+            *committed.released("training", 1, "ms"),
+            *committed.released("training", 1024, "MiB"),
+        ],
     ),
     (
         "README.md",
         "up to {:.1f} times the speed of eager mode for many rows of few features (H100)",
-        lambda: [max(ratios(H100, "dense", FORWARD, "eager"))],
+        lambda: [max(committed.ratios(H100, "dense", FORWARD, "eager"))],
     ),
     (
         "README.md",
         "`dense` takes {:.0f} µs. Eager mode takes {:.0f} µs,"
         ' `torch.compile(mode="max-autotune-no-cudagraphs")` takes {:.0f} µs, and a short Triton kernel {:.0f} µs',
-        lambda: times(1e6, "dense", "forward (1048576, 128, 128) bfloat16", "ours", "eager", "compile-max", "triton"),
+        lambda: committed.times(
+            1e6, "dense", "forward (1048576, 128, 128) bfloat16", "ours", "eager", "compile-max", "triton"
+        ),
     ),
     (
         "README.md",
@@ -106,7 +65,7 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         "README.md",
         "quack's `softmax` takes {:.2f} to {:.2f} times as long as ours, in inference and in training",
         lambda: [
-            pick(ratio for task in (FORWARD, BACKWARD) for ratio in ratios(H100, "softmax", task, "quack"))
+            pick(ratio for task in (FORWARD, BACKWARD) for ratio in committed.ratios(H100, "softmax", task, "quack"))
             for pick in (min, max)
         ],
     ),
@@ -115,7 +74,7 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         "`torch.compile` takes {:.1f} to {:.1f} times as long for these gates, and eager mode into tensors that exist"
         " already (`out=`) {:.1f} to {:.1f} times",
         lambda: [
-            pick(ratio for op in ("gate", "glu") for ratio in ratios(EPYC, op, FORWARD, way))
+            pick(ratio for op in ("gate", "glu") for ratio in committed.ratios(EPYC, op, FORWARD, way))
             for way in ("compile", "preallocated")
             for pick in (min, max)
         ],
@@ -123,46 +82,46 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
     (
         "README.md",
         "([another run](docs/benchmarks.md#some-cases): {:.2f} and {:.2f} ms)",
-        lambda: times(1e3, "swiglu", "forward and backward (8192, 4096, 11008) bfloat16", "ours", "compile"),
+        lambda: committed.times(1e3, "swiglu", "forward and backward (8192, 4096, 11008) bfloat16", "ours", "compile"),
     ),
-    ("docs/benchmarks.md", "times of the same call differ by up to {:.0f}%", lambda: [between_runs()]),
+    ("docs/benchmarks.md", "times of the same call differ by up to {:.0f}%", lambda: [committed.between_runs()]),
     (
         "docs/fused_epilogue.md",
         "so 537 MB take at least {:.2f} ms",
-        lambda: [(1048576 * 2 * 128 + 128 * 128) * 2 / copied_per_second() * 1e3],
+        lambda: [(1048576 * 2 * 128 + 128 * 128) * 2 / committed.copied_per_second() * 1e3],
     ),
     (
         "docs/triangle_update_stages.md",
         "The bound for stages 1 and 3, copying their bytes, is {:.2f} ms each",
-        lambda: [stage_bound()],
+        lambda: [committed.stage_bound()],
     ),
     (
         "docs/gates.md",
         "Forward, the calls take {:.0f} to {:.0f}% less time than with `torch.compile`",
-        forward_of_streams,
+        committed.forward_of_streams,
     ),
     (
         "docs/gates.md",
         "With backward, they take {:.0f} to {:.0f}% less where the [one pass](#how-the-kernels-work) makes all"
         " gradients: with up to 128 features, unless `v` is float32. `glu` of 256 features takes {:.0f}% less. The"
         " other calls of `gate` take from {:.0f}% less to {:.0f}% more, with {:.0f} to {:.0f}% less memory or, with 64",
-        training_of_streams,
+        committed.training_of_streams,
     ),
     (
         "README.md",
         "a bfloat16 `gate` of 1048576 rows and 128 features takes {:.0f} µs (fused kernel: {:.0f}, `torch.compile`:"
         " {:.0f}), in training {:.0f} µs (`torch.compile`: {:.0f})",
-        portable,
+        committed.portable,
     ),
     (
         "docs/gates.md",
         "Each call takes {:.0f} to {:.0f}% less time than with `torch.compile`, with value and gate packed",
-        portable_gains,
+        committed.portable_gains,
     ),
     (
         "docs/fused_epilogue.md",
         "In bfloat16, these take {:.2f} to {:.2f} of the time of `F.linear` alone",
-        portable_dense,
+        committed.portable_dense,
     ),
     (
         "docs/triangle_update.md",
@@ -171,9 +130,9 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         " a kernel makes the gated `a` and `b` on GPUs whose tensor cores multiply float64 (compute capability 8.0 and"
         " 9.0), cuBLAS does the rest, and forward is within {:.0f}%",
         lambda: [
-            -wide_triangle("float32", FORWARD),
-            max(1, abs(wide_triangle("float32", BACKWARD))),
-            max(1, abs(wide_triangle("float64", FORWARD))),
+            -committed.wide_triangle("float32", FORWARD),
+            max(1, abs(committed.wide_triangle("float32", BACKWARD))),
+            max(1, abs(committed.wide_triangle("float64", FORWARD))),
         ],
     ),
     (
@@ -184,75 +143,75 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
     (
         "README.md",
         "takes {:.2f} ms and {:.0f} MiB on top of its inputs, where `torch.compile` takes {:.2f} ms and {:.0f} MiB",
-        swiglu,
+        committed.swiglu,
     ),
     (
         "README.md",
         "`layer_norm` of up to 16384 columns, in inference.** `torch.compile`'s take {:.2f} to {:.2f} times as long",
-        lambda: [pick(inference_by_compile()) for pick in (min, max)],
+        lambda: [pick(committed.inference_by_compile()) for pick in (min, max)],
     ),
     (
         "README.md",
         "in the median, `dense` gains {:.0f}% over eager mode. In the forward pass, `gate` and `glu` of 65536"
         " rows of 128 features are {:.1f} to {:.1f} times as fast, and `layer_norm_` of 64 MiB {:.0f} to {:.0f} times",
-        on_a_cpu,
+        committed.on_a_cpu,
     ),
     (
         "CHANGELOG.md",
         "takes {:.2f} ms in bfloat16, and with `torch.compile` {:.1f} ms",
-        lambda: times(1e3, "add_transition_", "forward (1048576, 128, 512) bfloat16", "ours", "compile"),
+        lambda: committed.times(1e3, "add_transition_", "forward (1048576, 128, 512) bfloat16", "ours", "compile"),
     ),
     (
         "CHANGELOG.md",
         "Forward and backward of 589824 such rows take {:.1f} ms in bfloat16, in eager mode {:.1f} ms",
-        lambda: times(1e3, "transition", "forward and backward (589824, 128, 512) bfloat16", "ours", "eager"),
+        lambda: committed.times(1e3, "transition", "forward and backward (589824, 128, 512) bfloat16", "ours", "eager"),
     ),
     (
         "docs/gates.md",
         "{:.0f} MiB on top of the inputs, where `torch.compile` takes {:.0f} and eager mode {:.0f}",
-        kept,
+        committed.kept,
     ),
     (
         "docs/gates.md",
         "`gate` takes {:.2f} to {:.2f} of the time of `torch.compile` in the forward pass. In training it takes {:.2f}"
         " to {:.2f}, because",
-        lambda: [ratio for task in (FORWARD, BACKWARD) for ratio in by_cublas("gate", task)],
+        lambda: [ratio for task in (FORWARD, BACKWARD) for ratio in committed.by_cublas("gate", task)],
     ),
     (
         "docs/gates.md",
         "`glu` takes {:.2f} to {:.2f} of that time forward and {:.2f} to {:.2f} in training. It works",
-        lambda: [ratio for task in (FORWARD, BACKWARD) for ratio in by_cublas("glu", task)],
+        lambda: [ratio for task in (FORWARD, BACKWARD) for ratio in committed.by_cublas("glu", task)],
     ),
     (
         "docs/gates.md",
         "then `glu` takes {:.2f} to {:.2f} forward and {:.2f} to {:.2f} in training.",
-        lambda: [ratio for task in (FORWARD, BACKWARD) for ratio in by_cublas("glu", task, PACKED)],
+        lambda: [ratio for task in (FORWARD, BACKWARD) for ratio in committed.by_cublas("glu", task, PACKED)],
     ),
     (
         "docs/gates.md",
         "`dense` takes {:.2f} to {:.2f} forward and {:.2f} to {:.2f} in training.",
-        lambda: [ratio for task in (FORWARD, BACKWARD) for ratio in by_cublas("dense", task)],
+        lambda: [ratio for task in (FORWARD, BACKWARD) for ratio in committed.by_cublas("dense", task)],
     ),
     (
         "docs/gates.md",
         "In these sizes, forward takes {:.0f} to {:.0f}% less time than eager mode, and forward and backward {:.0f} to"
         " {:.0f}%.",
-        odd_rows,
+        committed.odd_rows,
     ),
     (
         "docs/gates.md",
         "`gate` and `glu` take {:.2f} to {:.2f} of the time of eager mode forward and backward",
-        lambda: [pick(on_a_cpu_of_eager(4096, 1024)) for pick in (min, max)],
+        lambda: [pick(committed.on_a_cpu_of_eager(4096, 1024)) for pick in (min, max)],
     ),
     (
         "docs/gates.md",
         "Forward alone, they take {:.2f} and {:.2f} of it in float32, and {:.2f} and {:.2f} in bfloat16",
-        lambda: on_a_cpu_of_eager(4096, 1024, FORWARD),
+        lambda: committed.on_a_cpu_of_eager(4096, 1024, FORWARD),
     ),
     (
         "docs/gates.md",
         "they take {:.0f} and {:.0f}% less time in float32, and {:.0f} and {:.0f}% in bfloat16, forward and backward",
-        lambda: [(1 - part) * 100 for part in on_a_cpu_of_eager(65536, 128)],
+        lambda: [(1 - part) * 100 for part in committed.on_a_cpu_of_eager(65536, 128)],
     ),
     (
         "docs/gates.md",
@@ -266,12 +225,12 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
     (
         "docs/ring_allreduce.md",
         "the ring takes {:.0f} µs for 4 KiB, {:.1f} times as long as the library",
-        first_message,
+        committed.first_message,
     ),
     (
         "docs/gates.md",
         "No call in the table takes more than {:.0f}% longer than with `torch.compile`",
-        lambda: [longest()],
+        lambda: [committed.longest()],
     ),
     (
         "docs/gates.md",
@@ -279,70 +238,75 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         " {:.0f} and {:.0f}% less, because the gradients compute the products again, and `glu` takes {:.0f}% less than"
         " with value and gate packed",
         lambda: [
-            *(-exact(op, task) for task in (FORWARD, BACKWARD) for op in ("gate", "glu")),
-            -exact("glu", BACKWARD, PACKED),
+            *(-committed.exact(op, task) for task in (FORWARD, BACKWARD) for op in ("gate", "glu")),
+            -committed.exact("glu", BACKWARD, PACKED),
         ],
     ),
     (
         "docs/existing_models.md",
         "runs {:.2f} times as fast forward and {:.2f} times in training, with {:.2f} and {:.2f} of the memory",
         lambda: [
-            *(gain("GLU stack", task) for task in (FORWARD, BACKWARD)),
-            *(1 / gain("GLU stack", task, "peak_bytes") for task in (FORWARD, BACKWARD)),
+            *(committed.gain("GLU stack", task) for task in (FORWARD, BACKWARD)),
+            *(1 / committed.gain("GLU stack", task, "peak_bytes") for task in (FORWARD, BACKWARD)),
         ],
     ),
     (
         "docs/existing_models.md",
         "In training, it makes gated attention {:.0f}% slower than eager mode",
-        lambda: slowdown(*(model("gated attention", BACKWARD, way) for way in ("eager", "eager + torchops.replace"))),
+        lambda: committed.slowdown(
+            *(committed.model("gated attention", BACKWARD, way) for way in ("eager", "eager + torchops.replace"))
+        ),
     ),
     (
         "docs/pair_layer.md",
         "training takes {:.0f}% less time at N = 768",
-        lambda: [-more for more in slowdown(*released("training", 1, "ms", 768, "float32"))],
+        lambda: [-more for more in committed.slowdown(*committed.released("training", 1, "ms", 768, "float32"))],
     ),
     (
         "docs/triangle_update.md",
         "the operator is {:.1f} to {:.1f} times as fast as eager mode. For N = 256, it is {:.1f} to {:.1f} times as"
         " fast as `torch.compile`",
-        lambda: [*triangle_on_a_cpu("as written"), *triangle_on_a_cpu("channels first, torch.compile", 256)],
+        lambda: [
+            *committed.triangle_on_a_cpu("as written"),
+            *committed.triangle_on_a_cpu("channels first, torch.compile", 256),
+        ],
     ),
     (
         "docs/eight_bits.md",
         "`dense_scaled` takes {:.0f} to {:.0f}% less time than `_scaled_mm` and `sigmoid_`",
-        scaled,
+        committed.scaled,
     ),
     (
         "docs/eight_bits.md",
         "take {:.0f} to {:.0f}% less time than `dense_scaled` in the two largest cases",
-        fast_accumulation,
+        committed.fast_accumulation,
     ),
     (
         "docs/distributed.md",
         "by {:.1f}e-7 in float32, and by {:.1f}e-3 instead of {:.1f}e-3 in bfloat16",
-        data_parallel,
+        committed.data_parallel,
     ),
     (
         "docs/ring_allreduce.md",
         "The formula is within {:.0f}% of the ring in every row, and the ring reaches {:.1f} of the bandwidth of the"
         " library on the largest message",
-        lambda: [distance_of_model(), bandwidth_of_ring("ring", EPYC)],
+        lambda: [committed.distance_of_model(), committed.bandwidth_of_ring("ring", EPYC)],
     ),
     (
         "docs/ring_allreduce.md",
         "gets {:.2f} of the library's bandwidth on 1 GiB; with whole chunks it gets {:.2f}",
-        lambda: [bandwidth_of_ring("ring"), bandwidth_of_ring("ring, whole chunks")],
+        lambda: [committed.bandwidth_of_ring("ring"), committed.bandwidth_of_ring("ring, whole chunks")],
     ),
     (
         "docs/fused_epilogue.md",
         "`F.linear` alone takes at most {:.0f}% less time",
-        lambda: [longest_without_sigmoid()],
+        lambda: [committed.longest_without_sigmoid()],
     ),
     (
         "docs/fused_epilogue.md",
         "`gate` takes {:.0f} µs, and `torch.compile` {:.0f} µs; `glu` takes {:.0f} µs, and `torch.compile` {:.0f} µs",
         lambda: [
-            gates("gates", op, [262144, 128, 128], FORWARD, "float32")[way]
+            committed.gates("gates", op, [262144, 128, 128], FORWARD, "float32")[way]
             for op in ("gate", "glu")
             for way in ("torchops", "torch.compile")
         ],
@@ -356,34 +320,34 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         "docs/benchmarks.md",
         "takes {:.0f} and {:.0f}% longer. `F.linear` alone takes {:.0f} and {:.0f}% less time than `dense` there, and"
         " {:.0f} and {:.0f}% less in queued calls",
-        hot,
+        committed.hot,
     ),
     (
         "docs/triangle_update_stages.md",
         "At the {:.0f} W that this card may take",
-        lambda: [document(H100, "power")["most watts"]],
+        lambda: [committed.document(H100, "power")["most watts"]],
     ),
     (
         "docs/triangle_update_stages.md",
         "the 128 products take {:.0f} µs at {:.0f} MHz; of zeros, {:.0f} µs at {:.0f} MHz, {:.0f} TFLOP/s. The whole"
         " update then takes {:.2f} ms, at {:.0f} MHz",
-        power_of_products,
+        committed.power_of_products,
     ),
     (
         "docs/triangle_update_stages.md",
         "stage 1 takes {:.2f} ms, the products {:.2f} ms, and stage 3 {:.2f} ms",
-        lambda: [stage(kernel) for kernel in ("PairInKernel", "nvjet", "PairOutKernel")],
+        lambda: [committed.stage(kernel) for kernel in ("PairInKernel", "nvjet", "PairOutKernel")],
     ),
     (
         "docs/eight_bits.md",
         "off from float64 by {:.5f} of its norm; that of `_scaled_mm` was off by {:.5f}, and by {:.5f} with",
-        scaled_errors,
+        committed.scaled_errors,
     ),
     (
         "CHANGELOG.md",
         "{:.1f} (outgoing) and {:.1f} (incoming) times the speed of one H100 with two, for N = 2048,"
         " forward and backward",
-        lambda: [sharded(way, BACKWARD)[2] for way in ("outgoing", "incoming")],
+        lambda: [committed.sharded(way, BACKWARD)[2] for way in ("outgoing", "incoming")],
     ),
     (
         "docs/distributed.md",
@@ -391,22 +355,24 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         " | outgoing | forward and backward | {:.1f} ms | {:.1f} ms | {:.2f} times as fast |"
         " | incoming | forward | {:.2f} ms | {:.2f} ms | {:.2f} times as fast |"
         " | incoming | forward and backward | {:.1f} ms | {:.1f} ms | {:.2f} times as fast |",
-        lambda: [x for way in ("outgoing", "incoming") for task in (FORWARD, BACKWARD) for x in sharded(way, task)],
+        lambda: [
+            x for way in ("outgoing", "incoming") for task in (FORWARD, BACKWARD) for x in committed.sharded(way, task)
+        ],
     ),
     (
         "docs/distributed.md",
         "| 2048 | in place | {:.1f} ms, {:.2f} GiB | {:.1f} ms, {:.2f} GiB |",
-        lambda: with_memory(2048, FORWARD),
+        lambda: committed.with_memory(2048, FORWARD),
     ),
     (
         "docs/distributed.md",
         "| 1024 | forward and backward | {:.1f} ms, {:.2f} GiB | {:.1f} ms, {:.2f} GiB |",
-        lambda: with_memory(1024, BACKWARD),
+        lambda: committed.with_memory(1024, BACKWARD),
     ),
     (
         "docs/distributed.md",
         "| 768 | forward and backward | {:.1f} ms, {:.2f} GiB | {:.1f} ms, {:.2f} GiB |",
-        lambda: with_memory(768, BACKWARD),
+        lambda: committed.with_memory(768, BACKWARD),
     ),
 )
 

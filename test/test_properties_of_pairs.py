@@ -8,11 +8,8 @@ from unittest import mock
 import pytest
 import torch
 import triangle_reference
-from attention_update_samples import weights as attention_weights
-from checks import random_like
 from torch import Tensor
 from triangle_attention_samples import NAMES, update_reference
-from triangle_samples import parameters as triangle_weights
 
 import torchops
 from torchops import AttentionWeights, triangle_attention_update
@@ -22,7 +19,7 @@ pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 
 from hypothesis import assume, given, note
 from hypothesis import strategies as st
-from test_properties import DTYPE, Draw, Shape, assert_states_as_of_copy_, overlapping, strided
+from test_properties import DTYPE, Draw, Shape, overlapping, strided
 
 SIZE = st.one_of(st.integers(1, 9), st.sampled_from([16, 17, 32]))
 BATCH = st.sampled_from([(), (), (1,), (2,), (2, 1)])
@@ -142,19 +139,6 @@ def test_triangle_update_in_place(data: st.DataObject) -> None:
     )
 
 
-@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
-def test_autograd_states_of_the_triangle_update(direction: Any) -> None:
-    x, weights = random_like(torch.empty(7, 3, 3, 4, dtype=torch.float64)), triangle_weights(4, 2)
-    assert_states_as_of_copy_(
-        lambda x, *p: torchops.add_triangle_multiplicative_update_(x, direction, **dict(zip(weights, p, strict=True))),
-        lambda x, *p: triangle_reference.add_triangle_multiplicative_update_(
-            x, direction, **dict(zip(weights, p, strict=True))
-        ),
-        x,
-        list(weights.values()),
-    )
-
-
 def assert_overwrites(function: Any, reference: Any, arguments: dict[str, Any]) -> None:
     """x gets the value of `reference`, and nothing beside its elements changes."""
     x, version = arguments["x"], arguments["x"]._version
@@ -270,22 +254,6 @@ def test_attention_update_in_place(data: st.DataObject) -> None:
     panel_bytes = data.draw(st.sampled_from([1, panels.CPU_BYTES]))
     with mock.patch.object(panels, "CPU_BYTES", panel_bytes):
         assert_overwrites(attention_update, attention_update_written_out, arguments | {"adds": "in place"})
-
-
-@pytest.mark.parametrize("node", ["starting", "ending"])
-def test_autograd_states_of_the_attention_update(node: Any) -> None:
-    x, w = random_like(torch.empty(7, 3, 3, 4, dtype=torch.float64)), attention_weights(4, 2, 3)
-    named = {name: t for name, t in w._asdict().items() if isinstance(t, Tensor)}
-
-    def call(function: Any, x: Tensor, parameters: tuple[Tensor, ...]) -> Any:
-        return function(x, mask=None, node=node, adds="in place", heads=2, **dict(zip(named, parameters, strict=True)))
-
-    assert_states_as_of_copy_(
-        lambda x, *p: call(attention_update, x, p),
-        lambda x, *p: call(attention_update_written_out, x, p),
-        x,
-        list(named.values()),
-    )
 
 
 # --- eight bits ------------------------------------------------------------------------------------------------------
