@@ -107,17 +107,19 @@ def report(document: dict[str, Any]) -> str:
 
 def table(document: dict[str, Any]) -> str:
     """Times, bus bandwidths and the cost model as Markdown."""
+    from benchmarks import tables
+
     factor, predict = bus_factor(document["processes"]), model(document)
     head = [f"{document['processes']} processes, {document['backend']}", "model"]
     for name in CALLS:
         head += [name, "GB/s"]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    rows = []
     for row in document["rows"]:
         cells = [_size(row["bytes"]), _time(predict(row["bytes"]))]
         for seconds in row["seconds"].values():
             cells += [_time(seconds), f"{factor * row['bytes'] / seconds / 1e9:.3g}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append(cells)
+    return "\n".join(tables.table(head, rows)) + "\n"
 
 
 def _size(size: int) -> str:

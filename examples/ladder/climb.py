@@ -11,7 +11,6 @@ Steps that lack a compiler or a package are skipped, and listed. The exit status
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import steps
 import torch
 
-from benchmarks import ladder, machine, timing, workload
+from benchmarks import ladder, machine, record, timing, workload
 from benchmarks.case import Case
 from benchmarks.run import MAX_OTHER_LOAD, RESULTS
 
@@ -94,8 +93,7 @@ def main() -> int:
     description = machine.describe(device)
     document = {"ladder": description, "command": machine.command("examples/ladder/climb.py"), "cases": climbed[::-1]}
     folder = options.output / machine.slug(description)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "ladder.json").write_text(json.dumps(document, indent=1) + "\n")
+    record.write(folder / "ladder.json", document)
     print(ladder.table(document))
     print(ladder.draw(folder.parent))
     for result in climbed:

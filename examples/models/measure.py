@@ -41,7 +41,7 @@ import torchops
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
 
-from benchmarks import machine, peak_memory  # noqa: E402
+from benchmarks import machine, peak_memory, record, tables  # noqa: E402
 
 EAGER, COMPILED, OURS = "eager", "torch.compile", "torch.compile + torchops.inductor"
 BACKEND = 'torch.compile(backend="torchops")'
@@ -246,16 +246,16 @@ def to_markdown(document: dict[str, Any]) -> str:
         "interleaved and queued one behind the other, and the most memory that a call takes on top of its parameters",
         "and input. In brackets is how many gates the pass has rewritten.",
         "",
-        f"| model, input | call | {' | '.join(r.contender for r in results[:4])} |",
-        "|---" * 6 + "|",
     ]
+    rows = []
     for start in range(0, len(results), 4):
         row = results[start : start + 4]
         cells = [f"{r.seconds * 1e3:.2f} ms" + f", {r.peak_bytes / 2**20:.0f} MiB" * (r.peak_bytes > 0) for r in row]
         cells[2] += f" ({row[2].matches} of {row[2].matches + len(row[2].left)})"
         shape = " x ".join(map(str, row[0].shapes[0]))
-        lines.append(f"| {row[0].case}, {shape} | {row[0].what} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+        rows.append([f"{row[0].case}, {shape}", row[0].what, *cells])
+    head = ["model, input", "call", *(r.contender for r in results[:4])]
+    return "\n".join([*lines, *tables.table(head, rows), ""])
 
 
 def main() -> None:
@@ -294,8 +294,7 @@ def main() -> None:
             continue
         # After each case: a run that is stopped leaves what it has measured.
         folder = options.output / machine.slug(description)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "models.json").write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        record.write(folder / "models.json", document)
         (folder / "models.md").write_text("# Existing models, with and without torchops\n\n" + markdown)
 
 

@@ -274,22 +274,35 @@ def _number(value: float | None) -> str:
 
 def table(document: dict[str, Any]) -> str:
     """The tables of docs/ptx.md."""
+    from benchmarks import tables
+
+    errors = ["largest error, ulp", "at x", "relative"]
+
+    def of(row: dict[str, Any], *names: str) -> list[str]:
+        return [_number(row["ulp"]), f"{row['at']:.6g}", *(_number(row[name]) for name in names)]
+
     lines = [
-        "| instruction | inputs: all | exact value | largest error, ulp | at x | relative | subnormal results, ulp |",
-        "|---|---|---|---|---|---|---|",
+        *tables.table(
+            ["instruction", "inputs: all", "exact value", *errors, "subnormal results, ulp"],
+            [
+                [f"`{row['name']}`", row["inputs"], row["formula"], *of(row, "relative", "subnormal_ulp")]
+                for row in document["instructions"]
+            ],
+        ),
+        "",
+        *tables.table(
+            ["sigmoid", *errors, "absolute", "subnormal results, ulp"],
+            [[row["name"], *of(row, "relative", "absolute", "subnormal_ulp")] for row in document["sigmoids"]],
+        ),
+        "",
+        *tables.table(
+            ["512 MiB to 512 MiB", "time", "bandwidth"],
+            [
+                [row["name"], f"{row['seconds'] * 1e6:.0f} µs", f"{row['bytes_per_second'] / 1e12:.2f} TB/s"]
+                for row in document["times"]
+            ],
+        ),
     ]
-    for row in document["instructions"]:
-        cells = [f"`{row['name']}`", row["inputs"], row["formula"], _number(row["ulp"]), f"{row['at']:.6g}"]
-        lines.append("| " + " | ".join([*cells, _number(row["relative"]), _number(row["subnormal_ulp"])]) + " |")
-    lines += ["", "| sigmoid | largest error, ulp | at x | relative | absolute | subnormal results, ulp |"]
-    lines += ["|---|---|---|---|---|---|"]
-    for row in document["sigmoids"]:
-        cells = [row["name"], _number(row["ulp"]), f"{row['at']:.6g}"]
-        cells += [_number(row[name]) for name in ("relative", "absolute", "subnormal_ulp")]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "| 512 MiB to 512 MiB | time | bandwidth |", "|---|---|---|"]
-    for row in document["times"]:
-        lines.append(f"| {row['name']} | {row['seconds'] * 1e6:.0f} µs | {row['bytes_per_second'] / 1e12:.2f} TB/s |")
     return "\n".join(lines) + "\n"
 
 
@@ -310,7 +323,9 @@ def main() -> int:
         print(f"{COMPILED} is missing: run `make ptx`", file=sys.stderr)
         return 2
     document = measure()
-    options.json.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    from benchmarks import record
+
+    record.write(options.json, document)
     return 0
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "check_layout", "expect", "name_of"]
+__all__ = ["DTYPES", "check_device", "check_dtype", "check_layout", "check_shape", "expect", "name_of"]
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -28,6 +28,29 @@ def check_layout(op: str, name: str, t: Tensor | None) -> None:
         lambda: f"{op}: expected {name} of layout strided, got {name_of(t.layout)}",
     )
     expect(not t.is_nested, lambda: f"{op}: expected {name} of layout strided, got a nested tensor")
+
+
+def check_dtype(op: str, name: str, t: Tensor, of: torch.dtype, match: str, *, or_float32: bool = False) -> None:
+    """Checks that t has the dtype `of`; with `or_float32`, float32 may stand beside 16 bits. `match` is what it has to
+    match."""
+    either = " or float32" if or_float32 and of.itemsize == 2 else ""
+    expect(
+        t.dtype == of or (bool(either) and t.dtype == torch.float32),
+        lambda: f"{op}: expected {name} of dtype {name_of(of)}{either} to match {match}, got {name_of(t.dtype)}",
+    )
+
+
+def check_device(op: str, name: str, t: Tensor, of: torch.device, match: str) -> None:
+    expect(t.device == of, lambda: f"{op}: expected {name} on device {of} to match {match}, got {t.device}")
+
+
+def check_shape(op: str, name: str, t: Tensor, shape: Sequence[Any], match: str) -> None:
+    def message() -> str:
+        return f"{op}: expected {name} of shape {tuple(shape)} to match {match}, got {tuple(t.shape)}"
+
+    expect(t.dim() == len(shape), message)
+    for size, expected in zip(t.shape, shape, strict=True):
+        expect(size == expected, message)
 
 
 def name_of(value: torch.dtype | torch.layout) -> str:

@@ -25,7 +25,7 @@ from torchops.convert.module import Replacement, restored
 from torchops.convert.probe import compared, plain_float32
 from torchops.convert.signature import Signature
 from torchops.convert.step_graph import GraphAdapter, StepGraph
-from torchops.convert.swappers import like, module_reason
+from torchops.convert.swappers import like
 from torchops.nn.layers import has_hooks
 
 SCORE, NOISE, CONDITIONER, TRANSFORMER = "score_model", "c_noise", "single_conditioner", "token_transformer"
@@ -97,9 +97,7 @@ class Sampler(Replacement):
 class SamplerAdapter(GraphAdapter):
     """Samplers. They stay what they are, so there is nothing to compare."""
 
-    def replacement(self, module: nn.Module, tried: dict[Any, str | None]) -> Replacement | str:
-        if reason := module_reason(module, type(module)):
-            return reason
+    def made(self, module: nn.Module) -> Replacement | str:
         if not isinstance(module._modules.get(SCORE), ScoreModel):
             return f"its {SCORE} is not replaced"
         if any(not inspect.isfunction(getattr(type(module), name, None)) for name in _OVERRIDDEN):
@@ -224,9 +222,7 @@ class ScoreModel(StepGraph):
 class ScoreAdapter(GraphAdapter):
     """Score models."""
 
-    def replacement(self, module: nn.Module, tried: dict[Any, str | None]) -> Replacement | str:
-        if reason := module_reason(module, type(module)):
-            return reason
+    def made(self, module: nn.Module) -> Replacement | str:
         new = ScoreModel(module, self.names, Signature((), (), {}, {}, {}))
         vars(new)["_shares"] = _calls_as_known(module)
         return new

@@ -111,7 +111,11 @@ class GraphAdapter(Adapter):
         super().__init__(file, classes, StepGraph, _Nothing(), {})
 
     def replacement(self, module: nn.Module, tried: dict[Any, str | None]) -> Replacement | str:
-        return module_reason(module, type(module)) or StepGraph(module, self.names, Signature((), (), {}, {}, {}))
+        return module_reason(module, type(module)) or self.made(module)
+
+    def made(self, module: nn.Module) -> Replacement | str:
+        """What runs the step of a module, or the reason why nothing does."""
+        return StepGraph(module, self.names, Signature((), (), {}, {}, {}))
 
 
 class _Leaf(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchops._core.checks import DTYPES, check_layout, expect, name_of
+from torchops._core.checks import DTYPES, check_device, check_dtype, check_layout, check_shape, expect, name_of
 
 __all__ = ["Inputs", "OutputMask", "Saved", "accumulator", "check", "check_backward", "checked", "inputs_of"]
 
@@ -80,26 +80,13 @@ def check(
 
 
 def _check_matches(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int], *, or_float32: bool = False) -> None:
-    either = " or float32" if or_float32 and q.element_size() == 2 else ""
-    expect(
-        t.dtype == q.dtype or (bool(either) and t.dtype == torch.float32),
-        lambda: f"{op}: expected {name} of dtype {name_of(q.dtype)}{either} to match q, got {name_of(t.dtype)}",
-    )
+    check_dtype(op, name, t, q.dtype, "q", or_float32=or_float32)
     _check_place(op, name, t, q, shape)
 
 
 def _check_place(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int]) -> None:
-    expect(
-        t.device == q.device,
-        lambda: f"{op}: expected {name} on device {q.device} to match q, got {t.device}",
-    )
-
-    def message() -> str:
-        return f"{op}: expected {name} of shape {tuple(shape)} to match q, got {tuple(t.shape)}"
-
-    expect(t.dim() == len(shape), message)
-    for size, expected in zip(t.shape, shape, strict=True):
-        expect(size == expected, message)
+    check_device(op, name, t, q.device, "q")
+    check_shape(op, name, t, shape, "q")
 
 
 def check_backward(op: str, grad: Tensor, inputs: Inputs, saved: Saved, output_mask: OutputMask) -> None:
@@ -111,9 +98,5 @@ def check_backward(op: str, grad: Tensor, inputs: Inputs, saved: Saved, output_m
         _check_matches(op, name, t, q, q.shape)
     logsumexp = saved.logsumexp
     check_layout(op, "logsumexp", logsumexp)
-    dtype = accumulator(q.dtype)
-    expect(
-        logsumexp.dtype == dtype,
-        lambda: f"{op}: expected logsumexp of dtype {name_of(dtype)} to match q, got {name_of(logsumexp.dtype)}",
-    )
+    check_dtype(op, "logsumexp", logsumexp, accumulator(q.dtype), "q")
     _check_place(op, "logsumexp", logsumexp, q, inputs.sizes)

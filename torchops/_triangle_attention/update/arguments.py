@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchops._core.checks import DTYPES, check_layout, expect, name_of
+from torchops._core.checks import DTYPES, check_device, check_dtype, check_layout, check_shape, expect, name_of
 from torchops._core.registration import needs_grad
 from torchops._triangle_attention.attention.arguments import accumulator
 
@@ -212,11 +212,7 @@ def _check(op: str, a: Arguments) -> None:
         q.dtype in DTYPES,
         lambda: f"{op}: expected q of dtype float32, float64, float16 or bfloat16, got {name_of(q.dtype)}",
     )
-    either = " or float32" if q.element_size() == 2 else ""
-    expect(
-        x.dtype == q.dtype or (bool(either) and x.dtype == torch.float32),
-        lambda: f"{op}: expected x of dtype {name_of(q.dtype)}{either} to match q, got {name_of(x.dtype)}",
-    )
+    check_dtype(op, "x", x, q.dtype, "q", or_float32=True)
     expect(x.dim() >= 3, lambda: f"{op}: expected x of shape (*batch, N, N, c), got {tuple(x.shape)}")
     expect(q.dim() == 2, lambda: f"{op}: expected q of shape (heads * d, c), got {tuple(q.shape)}")
     c, width = x.shape[-1], q.shape[0]
@@ -242,13 +238,8 @@ def _check(op: str, a: Arguments) -> None:
 
 
 def _check_parameter(op: str, name: str, t: Tensor, x: Tensor, q: Tensor, shape: tuple[Any, ...]) -> None:
-    either = " or float32" if name in NORMS and q.element_size() == 2 else ""
-    expect(
-        t.dtype == q.dtype or (bool(either) and t.dtype == torch.float32),
-        lambda: f"{op}: expected {name} of dtype {name_of(q.dtype)}{either} to match q, got {name_of(t.dtype)}",
-    )
-    expect(t.device == x.device, lambda: f"{op}: expected {name} on device {x.device} to match x, got {t.device}")
-    _check_shape(op, name, t, x, shape)
+    check_dtype(op, name, t, q.dtype, "q", or_float32=name in NORMS)
+    _check_place(op, name, t, x, shape)
 
 
 def _check_mask(op: str, mask: Tensor, x: Tensor) -> None:
@@ -257,17 +248,12 @@ def _check_mask(op: str, mask: Tensor, x: Tensor) -> None:
         mask.dtype == torch.bool or mask.is_floating_point(),
         lambda: f"{op}: expected mask of dtype bool or floating-point, got {name_of(mask.dtype)}",
     )
-    expect(mask.device == x.device, lambda: f"{op}: expected mask on device {x.device} to match x, got {mask.device}")
-    _check_shape(op, "mask", mask, x, tuple(x.shape[:-1]))
+    _check_place(op, "mask", mask, x, tuple(x.shape[:-1]))
 
 
-def _check_shape(op: str, name: str, t: Tensor, x: Tensor, shape: tuple[Any, ...]) -> None:
-    def message() -> str:
-        return f"{op}: expected {name} of shape {shape} to match x of shape {tuple(x.shape)}, got {tuple(t.shape)}"
-
-    expect(t.dim() == len(shape), message)
-    for size, expected in zip(t.shape, shape, strict=True):
-        expect(size == expected, message)
+def _check_place(op: str, name: str, t: Tensor, x: Tensor, shape: tuple[Any, ...]) -> None:
+    check_device(op, name, t, x.device, "x")
+    check_shape(op, name, t, shape, f"x of shape {tuple(x.shape)}")
 
 
 def check_writable(op: str, x: Tensor) -> None:
@@ -336,11 +322,7 @@ def check_kept(op: str, grad: Tensor, kept: Kept, a: Arguments) -> None:
             t.dtype == dtype,
             lambda: f"{op}: expected {name} of dtype {name_of(dtype)}, got {name_of(t.dtype)}",  # noqa: B023
         )
-        expect(
-            t.device == x.device,
-            lambda: f"{op}: expected {name} on device {x.device} to match x, got {t.device}",  # noqa: B023
-        )
-        _check_shape(op, name, t, x, shape)
+        _check_place(op, name, t, x, shape)
 
 
 def check_output_mask(op: str, output_mask: Sequence[bool]) -> None:
