@@ -184,10 +184,10 @@ def _diffusion(package: str, transformers: str, attentions: str) -> Iterable[Ada
         **{"swiglu": "SwiGLU", "last": "nn.Identity"},
     }
     classes = ("DiffusionTransformerLayer",)
-    yield Adapter(file, classes, diffusion.DiffusionLayer, diffusion.LayerNames(), _DIFFUSION_LAYER, roles)
+    yield Adapter(file, classes, diffusion.DiffusionLayer, diffusion.OF_LAYER, _DIFFUSION_LAYER, roles)
     roles = {"norm": "nn.LayerNorm", "linear": "nn.Linear", "sequential": "nn.Sequential", "bias": "Rearrange"}
-    names = diffusion.ProjectedNames()
-    yield Adapter(inside, ("AttentionPairBias",), diffusion.AttentionPairBias, names, _PAIR_BIAS, roles)
+    classes = ("AttentionPairBias",)
+    yield Adapter(inside, classes, diffusion.AttentionPairBias, diffusion.OF_ATTENTION, _PAIR_BIAS, roles)
 
 
 def _sampling(file: str) -> Iterable[Adapter]:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from torchops.convert.module import Call, Parameters, Replacement, Shape, needs_grad, random, restored
+from torchops.convert.module import Call, Layers, Parameters, Replacement, Shape, needs_grad, random, restored
 from torchops.convert.signature import Signature
 from torchops.nn.layers import has_hooks
 
@@ -26,31 +26,30 @@ _OPS: Any = torch.ops.myops
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
-class AttentionNames(NamedTuple):
-    """What a package calls the layers of attention with pair bias."""
-
-    q: str = "proj_q"
-    k: str = "proj_k"
-    v: str = "proj_v"
-    gate: str = "proj_g"
-    out: str = "proj_o"
-    z: str = "proj_z"
-
-    @property
-    def layers(self) -> dict[str, str]:
-        return {**dict.fromkeys((self.q, self.k, self.v, self.gate, self.out), "linear"), self.z: "bias"}
+def _under(prefix: str, layers: Mapping[str, str]) -> dict[str, str]:
+    return {f"{prefix}.{name}": role for name, role in layers.items()}
 
 
-class ProjectedNames(AttentionNames):
-    """The same where the bias is computed from a pair tensor."""
-
-    __slots__ = ()
-
-    @property
-    def layers(self) -> dict[str, str]:
-        z = {self.z: "sequential", f"{self.z}.0": "norm", f"{self.z}.1": "linear", f"{self.z}.2": "bias"}
-        return {**super().layers, **z}
-
+_ATTENTION = dict.fromkeys(("proj_q", "proj_k", "proj_v", "proj_g", "proj_o"), "linear")
+_NORM = {"a_norm": "norm", "s_norm": "norm", "s_scale": "linear", "s_bias": "linear"}
+_GATING = {"output_projection": "sequential", "output_projection.0": "linear", "output_projection.1": "sigmoid"}
+_TRANSITION = {
+    **{"adaln": "adaln", **_under("adaln", _NORM), **_GATING},
+    **{"swish_gate": "sequential", "swish_gate.0": "linear", "swish_gate.1": "swiglu"},
+    **{"a_to_b": "linear", "b_to_a": "linear"},
+}
+OF_ATTENTION = Layers(
+    _ATTENTION | {"proj_z": "sequential", "proj_z.0": "norm", "proj_z.1": "linear", "proj_z.2": "bias"}
+)
+OF_LAYER = Layers(
+    {
+        **{"adaln": "adaln", **_under("adaln", _NORM)},
+        **{"pair_bias_attn": "attention", **_under("pair_bias_attn", _ATTENTION | {"proj_z": "bias"})},
+        **{"output_projection_linear": "linear", **_GATING},
+        **{"transition": "transition", **_under("transition", _TRANSITION)},
+        "post_lnorm": "last",
+    }
+)
 
 # PyTorch's fused kernel copies an additive mask in every call unless its rows are of a multiple of this.
 _ROW = 8
@@ -117,7 +116,6 @@ class _WithAttention(Replacement):
     def attend(
         self,
         at: str,
-        names: AttentionNames,
         s: Tensor,
         bias: Tensor,
         mask: Tensor,
@@ -130,12 +128,12 @@ class _WithAttention(Replacement):
             y = self.linear(x, at + name)
             return y.unflatten(-1, (heads, y.shape[-1] // heads))
 
-        q, k, v = heads_of(s, names.q), heads_of(k_in, names.k), heads_of(k_in, names.v)
+        q, k, v = heads_of(s, "proj_q"), heads_of(k_in, "proj_k"), heads_of(k_in, "proj_v")
         o = attention(q, k, v, bias, mask, inf, samples)
-        weight, of_gate = self.weights(at + names.gate)
+        weight, of_gate = self.weights(at + "proj_g")
         plain = _are_plain(o, s, weight, of_gate)
         gated = _OPS.gate(o, s, weight, of_gate) if plain else F.linear(s, weight, of_gate).sigmoid() * o
-        return self.linear(gated, at + names.out)
+        return self.linear(gated, at + "proj_o")
 
     def norm(self, x: Tensor, layer: str, eps: float) -> Tensor:
         weight, bias = self.parameter(layer, "weight"), self.parameter(layer, "bias")
@@ -181,30 +179,24 @@ def _are_plain(*tensors: Tensor | None) -> bool:
 class AttentionPairBias(_WithAttention):
     """Replaces attention whose bias is a projection of a pair tensor."""
 
-    def __init__(self, of: nn.Module, names: Any, signature: Signature) -> None:
+    def __init__(self, of: nn.Module, names: Layers, signature: Signature) -> None:
         super().__init__(of, names, signature)
-        self._names = names
-        self._eps = float(of.get_submodule(f"{names.z}.0").eps)  # type: ignore[arg-type]
+        self._eps = float(of.get_submodule("proj_z.0").eps)  # type: ignore[arg-type]
 
     def compute(self, s: Tensor, z: Tensor, mask: Tensor, k_in: Tensor, multiplicity: int = 1) -> Tensor:
-        names, heads = self._names, self.num_heads
-        bias = self.linear(self.norm(z, f"{names.z}.0", self._eps), f"{names.z}.1")
+        bias = self.linear(self.norm(z, "proj_z.0", self._eps), "proj_z.1")
+        heads: Any = self.num_heads
         inf: Any = self.inf
-        count: Any = heads
-        return self.attend("", names, s, bias, mask, k_in, count, inf, multiplicity)
+        return self.attend("", s, bias, mask, k_in, heads, inf, multiplicity)
 
     @classmethod
-    def sizes(cls, names: Any, parameters: Mapping[str, nn.Parameter | None]) -> Mapping[str, Shape]:
-        c, c_z = _size(parameters, f"{names.q}.weight", 0), _size(parameters, f"{names.z}.1.weight", 1)
-        heads = _size(parameters, f"{names.z}.1.weight", 0)
-        return {
-            **dict.fromkeys((names.q, names.k, names.v, names.gate, names.out), (c, c)),
-            f"{names.z}.0": (c_z,),
-            f"{names.z}.1": (heads, c_z),
-        }
+    def sizes(cls, names: Layers, parameters: Mapping[str, nn.Parameter | None]) -> Mapping[str, Shape]:
+        c = _size(parameters, "proj_q.weight", 0)
+        heads, c_z = (_size(parameters, "proj_z.1.weight", dim) for dim in (0, 1))
+        return {**dict.fromkeys(_ATTENTION, (c, c)), "proj_z.0": (c_z,), "proj_z.1": (heads, c_z)}
 
     def calls(self, generator: torch.Generator) -> Iterable[Call]:
-        weights: Any = self.parameter(self._names.q, "weight"), self.parameter(f"{self._names.z}.0", "weight")
+        weights: Any = self.parameter("proj_q", "weight"), self.parameter("proj_z.0", "weight")
         c, c_z = (weight.shape[0] for weight in weights)
         s, keys, mask = random(generator, 2, 5, c), random(generator, 2, 7, c), torch.ones(2, 7, device="cpu")
         mask[0, 1] = mask[1, 3:] = 0
@@ -214,51 +206,14 @@ class AttentionPairBias(_WithAttention):
             yield Call(f"{repeats}=2", many, {repeats: 2}, (0, 1, 3))
 
 
-class LayerNames(NamedTuple):
-    """What a package calls the layers of a layer of its diffusion transformer."""
-
-    norm: str = "adaln"
-    attention: str = "pair_bias_attn"
-    attention_layers: AttentionNames = AttentionNames()
-    gate: str = "output_projection_linear"
-    gating: str = "output_projection"
-    transition: str = "transition"
-    swish: str = "swish_gate"
-    up: str = "a_to_b"
-    down: str = "b_to_a"
-    last: str = "post_lnorm"
-
-    @property
-    def layers(self) -> dict[str, str]:
-        def under(prefix: str, layers: Mapping[str, str]) -> dict[str, str]:
-            return {f"{prefix}.{name}": role for name, role in layers.items()}
-
-        norm = {"a_norm": "norm", "s_norm": "norm", "s_scale": "linear", "s_bias": "linear"}
-        gating = {self.gating: "sequential", f"{self.gating}.0": "linear", f"{self.gating}.1": "sigmoid"}
-        swish = {self.swish: "sequential", f"{self.swish}.0": "linear", f"{self.swish}.1": "swiglu"}
-        transition = {self.norm: "adaln", **under(self.norm, norm), **gating, **swish}
-        transition |= {self.up: "linear", self.down: "linear"}
-        return {
-            **{self.norm: "adaln", **under(self.norm, norm)},
-            **{self.attention: "attention", **under(self.attention, self.attention_layers.layers)},
-            **{self.gate: "linear", **gating},
-            **{self.transition: "transition", **under(self.transition, transition)},
-            self.last: "last",
-        }
-
-
 class DiffusionLayer(_WithAttention):
     """Replaces a layer of a diffusion transformer."""
 
-    _names: LayerNames
-
-    def __init__(self, of: nn.Module, names: LayerNames, signature: Signature) -> None:
+    def __init__(self, of: nn.Module, names: Layers, signature: Signature) -> None:
         super().__init__(of, names, signature)
-        inside: Any = of.get_submodule(names.attention)
+        inside: Any = of.get_submodule("pair_bias_attn")
         self._heads, self._inf = int(inside.num_heads), float(inside.inf)
-        norms = (
-            f"{prefix}{names.norm}.{norm}" for prefix in ("", f"{names.transition}.") for norm in ("a_norm", "s_norm")
-        )
+        norms = (f"{at}adaln.{norm}" for at in ("", "transition.") for norm in ("a_norm", "s_norm"))
         self._eps = {norm: float(of.get_submodule(norm).eps) for norm in norms}  # type: ignore[arg-type]
 
     def compute(
@@ -270,43 +225,40 @@ class DiffusionLayer(_WithAttention):
         to_keys: Callable[[Tensor], Tensor] | None = None,
         multiplicity: int = 1,
     ) -> Tensor:
-        names, at = self._names, f"{self._names.transition}."
         if len(s) == len(a):
             s = once(s)  # in sampling, the products with it are those of one sample
-        b = self._adaptive_norm(a, s, names.norm)
+        b = self._adaptive_norm(a, s, "adaln")
         keys = b
         if to_keys is not None:
             keys, mask = to_keys(b), to_keys(mask.unsqueeze(-1)).squeeze(-1)
-        b = self.attend(
-            f"{names.attention}.", names.attention_layers, b, bias, mask, keys, self._heads, self._inf, multiplicity
-        )
-        a = torch.addcmul(a, self.gate(s, names.gate), b)
-        b = self._adaptive_norm(a, s, at + names.norm)
-        b = self.linear(self.swiglu(b, f"{at}{names.swish}.0") * self.linear(b, at + names.up), at + names.down)
-        return torch.addcmul(a, self.gate(s, f"{at}{names.gating}.0"), b)
+        b = self.attend("pair_bias_attn.", b, bias, mask, keys, self._heads, self._inf, multiplicity)
+        a = torch.addcmul(a, self.gate(s, "output_projection_linear"), b)
+        b = self._adaptive_norm(a, s, "transition.adaln")
+        hidden = self.swiglu(b, "transition.swish_gate.0") * self.linear(b, "transition.a_to_b")
+        b = self.linear(hidden, "transition.b_to_a")
+        return torch.addcmul(a, self.gate(s, "transition.output_projection.0"), b)
 
     def _adaptive_norm(self, a: Tensor, s: Tensor, at: str) -> Tensor:
         a, s = (self.norm(x, layer, self._eps[layer]) for x, layer in ((a, f"{at}.a_norm"), (s, f"{at}.s_norm")))
         return torch.addcmul(self.linear(s, f"{at}.s_bias"), self.gate(s, f"{at}.s_scale"), a)
 
     @classmethod
-    def sizes(cls, names: LayerNames, parameters: Mapping[str, nn.Parameter | None]) -> Mapping[str, Shape]:
-        at, inner = f"{names.transition}.", names.attention_layers
-        c, c_s = (_size(parameters, f"{names.gate}.weight", dim) for dim in (0, 1))
-        hidden = _size(parameters, f"{at}{names.up}.weight", 0)
+    def sizes(cls, names: Layers, parameters: Mapping[str, nn.Parameter | None]) -> Mapping[str, Shape]:
+        c, c_s = (_size(parameters, "output_projection_linear.weight", dim) for dim in (0, 1))
+        hidden = _size(parameters, "transition.a_to_b.weight", 0)
         norm = {"a_norm": (c,), "s_norm": (c_s,), "s_scale": (c, c_s), "s_bias": (c, c_s)}
-        heads = (inner.q, inner.k, inner.v, inner.gate, inner.out)
+        gates = ("output_projection_linear", "output_projection.0", "transition.output_projection.0")
         return {
-            **{f"{prefix}{names.norm}.{name}": shape for prefix in ("", at) for name, shape in norm.items()},
-            **{f"{names.attention}.{name}": (c, c) for name in heads},
-            **dict.fromkeys((names.gate, f"{names.gating}.0", f"{at}{names.gating}.0"), (c, c_s)),
-            f"{at}{names.swish}.0": (2 * hidden, c),
-            f"{at}{names.up}": (hidden, c),
-            f"{at}{names.down}": (c, hidden),
+            **{f"{at}adaln.{name}": shape for at in ("", "transition.") for name, shape in norm.items()},
+            **{f"pair_bias_attn.{name}": (c, c) for name in _ATTENTION},
+            **dict.fromkeys(gates, (c, c_s)),
+            "transition.swish_gate.0": (2 * hidden, c),
+            "transition.a_to_b": (hidden, c),
+            "transition.b_to_a": (c, hidden),
         }
 
     def calls(self, generator: torch.Generator) -> Iterable[Call]:
-        c, c_s = self.parameter(self._names.gate, "weight").shape  # type: ignore[union-attr]
+        c, c_s = self.parameter("output_projection_linear", "weight").shape  # type: ignore[union-attr]
         a, s, bias = random(generator, 2, 5, c), random(generator, 2, 5, c_s), random(generator, 2, 5, 5, self._heads)
         mask = torch.ones(2, 5, device="cpu")
         mask[0, 1] = mask[1, 3:] = 0

@@ -65,6 +65,12 @@ class Call(NamedTuple):
     gradients: tuple[int, ...] = ()
 
 
+class Layers(NamedTuple):
+    """The layers inside a module whose names are the same in all packages, and what each of them is."""
+
+    layers: Mapping[str, str]
+
+
 class Replacement(nn.Module):
     """A module with the parameters and plain attributes of the module `of`, which computes by operators what that does.
 

@@ -15,8 +15,7 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from torchops.convert.adapter import Adapter
 from torchops.convert.constants import Constants, Known
-from torchops.convert.module import Replacement, restored
+from torchops.convert.module import Layers, Replacement, restored
 from torchops.convert.signature import Signature
 from torchops.convert.state import State, Watch
 from torchops.convert.swappers import module_reason
@@ -97,18 +96,11 @@ class StepGraph(Replacement):
         return None
 
 
-@dataclass(frozen=True)
-class _Nothing:
-    """No layers of which a step reads the parameters."""
-
-    layers: Mapping[str, str] = field(default_factory=dict)
-
-
 class GraphAdapter(Adapter):
     """Modules that are one step of a sampler. They stay what they are, so there is nothing to compare."""
 
     def __init__(self, file: str, *classes: str) -> None:
-        super().__init__(file, classes, StepGraph, _Nothing(), {})
+        super().__init__(file, classes, StepGraph, Layers({}), {})
 
     def replacement(self, module: nn.Module, tried: dict[Any, str | None]) -> Replacement | str:
         return module_reason(module, type(module)) or self.made(module)
