@@ -186,20 +186,16 @@ class Gated:
             keeps = gradients is not None and _keeps_products(known(x), known(w), self.v is None)
             if self.v is not None:
                 arguments: tuple[Any, ...] = (as_rows(like, self.v, rows, self.columns), x, w, b)
-                if keeps:
-                    call = emit(like, _gate_with_product, *arguments)
-                    new, *products = (emit(like, operator.getitem, call, i) for i in range(2))
-                else:
-                    call = new = emit(like, _gate, *arguments)
+                plain, keeping, activation = _gate, _gate_with_product, {}
             else:
                 assert self.value is not None
                 _, value_w = self._operands(self.value)
                 arguments = (x, value_w, w, self._bias(self.value), b)
-                if keeps:
-                    call = emit(like, _glu_with_products, *arguments, self.activation)
-                    new, *products = (emit(like, operator.getitem, call, i) for i in range(3))
-                else:
-                    call = new = emit(like, _glu, *arguments, activation=self.activation)
+                plain, keeping, activation = _glu, _glu_with_products, {"activation": self.activation}
+            call = new = emit(like, keeping if keeps else plain, *arguments, **activation)
+            if keeps:
+                results = range(len(keeping._schema.returns))
+                new, *products = (emit(like, operator.getitem, call, i) for i in results)
             call.meta[MARK] = self.operator.split()[0]
             arranged = new if same_sizes(known(new).shape, y.shape) else emit(like, aten.view.default, new, self.sizes)
         if gradients is not None:
