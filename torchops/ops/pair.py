@@ -192,9 +192,8 @@ def triangle_multiplicative_update(
     Dtypes: float32, float64, float16 or bfloat16, one for all arguments but the mask. If the parameters are float16 or
     bfloat16, ``x`` and the weights and biases of the norms may each be float32. ``x`` is rounded only after the mean of
     each row has been subtracted. ``torch.autocast`` casts the mask and the other parameters, and leaves a float32 ``x``
-    or norm as it is. In float16, the
-    operator scales ``a`` by a power of two of at most ``1 / sqrt(N)``, so ``o`` overflows only if large products of one
-    sign add up: it cannot while ``sqrt(N) * max|a| * max|b|`` is at most 65504.
+    or norm as it is. In float16, the operator scales ``a`` by a power of two of at most ``1 / sqrt(N)``, so ``o``
+    overflows only if large products of one sign add up: it cannot while ``sqrt(N) * max|a| * max|b|`` is at most 65504.
 
     Returns:
         The update, without ``x`` added: a new contiguous tensor of the shape of ``x`` and the dtype of the parameters.
