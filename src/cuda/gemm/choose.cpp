@@ -271,7 +271,8 @@ bool prefers_input_gradients(const Case& c) { return c.n <= 512 || c.rows(128) *
 Plan plan(const Case& c, const Conditions& conditions) {
   Plan plan;
   if (!conditions.is_gated) plan.add(Way::kFewRows);
-  const bool by_cublas = conditions.automatic && (conditions.is_gated ? prefers_cublas_for_gated(c, conditions.products) : prefers_cublas(c));
+  const bool by_cublas = conditions.automatic &&
+                         (conditions.is_gated ? prefers_cublas_for_gated(c, conditions.products) : prefers_cublas(c));
   if (conditions.has_sm90) {
     const bool slower = by_cublas || (conditions.automatic && !conditions.is_gated && prefers_sm80(c));
     const bool resident = conditions.is_gated ? !conditions.writes_products && !conditions.makes_cotangents
