@@ -27,7 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "inductor": {"_core"},
     "quantization": {"nn"},
     "convert": {"_core", "_triangle_attention", "ops", "nn"},
-    "__main__": {"_core"},
+    "__main__": {"_core", "ops"},
 }
 
 

@@ -75,7 +75,7 @@ def square_matmul_on(capability: tuple[int, int], architectures: list[str], gemm
     if code_for(capability, architectures) is None:
         return "no kernel for this GPU: build with it in TORCH_CUDA_ARCH_LIST"
     if code_for(capability, gemm_architectures) is not None:
-        return f"in place with no scratch (float16, bfloat16), else {panels}"
+        return f"in place with no scratch (float16, bfloat16), few rows by a copy of them, else {panels}"
     return panels
 
 
@@ -162,7 +162,7 @@ def report(facts: dict[str, Any]) -> str:
         lines.append(f"{title.replace('_', ' ') + ':':12}{versions}")
     lines.append(f"CUDA code:  {', '.join(facts['cuda_architectures']) or 'none'}")
     lines.append(f"GEMM code:  {', '.join(facts['gemm_architectures']) or 'none'}")
-    lines.append(f"dense path: {facts['kernel_path']}")
+    lines.append(f"path:       {facts['kernel_path']}")
     lines.append("devices:")
     for device in facts["devices"]:
         first, *rest = device.items()
@@ -195,5 +195,7 @@ def main(arguments: list[str]) -> str:
     import json
 
     parser = argparse.ArgumentParser(prog="python -m torchops", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--json", action="store_true", help="print JSON instead of text")
+    either.add_argument("--check", action="store_true", help="run every operator on each device, beside float64")
     return json.dumps(info(), indent=2) if parser.parse_args(arguments).json else report(info())

@@ -1,0 +1,225 @@
+"""``python -m torchops --check``: every operator once on each device, forward and backward, beside float64.
+
+For a report: the table says whether this installation computes right on this machine. Formulas are those of the
+documentation, in PyTorch's own operators.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchops.ops.attention import triangle_attention
+from torchops.ops.gates import dense, dense_scaled, gate, gate_, glu, sigmoid, sigmoid_
+from torchops.ops.matmul import square_matmul, square_matmul_
+from torchops.ops.pair import (
+    add_transition_,
+    add_triangle_multiplicative_update_,
+    transition,
+    triangle_multiplicative_update,
+)
+from torchops.ops.rows import layer_norm, layer_norm_, softmax, softmax_
+
+Function = Callable[..., Tensor]
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+# With these sizes, operators take their own kernels where a device has some.
+_ROWS, _FEATURES, _N, _HEADS, _D = 512, 128, 24, 4, 32
+
+
+@dataclass(frozen=True)
+class _Case:
+    """An operator, the formula that it computes, and the shapes of its arguments."""
+
+    ours: Function
+    formula: Function
+    shapes: Sequence[tuple[int, ...]]
+    in_place: bool = False
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self.ours, "__name__", self.ours))
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table: the greater of the relative errors of the result and the gradients, in the norm, beside
+    that of PyTorch's operators in the same dtype; or the error that was raised."""
+
+    device: str
+    name: str
+    dtype: str
+    error: float
+    of_pytorch: float
+    seconds: float
+    raised: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Twice PyTorch's error, and a rounding of a result that it has exactly."""
+        eps = torch.finfo(getattr(torch, self.dtype)).eps
+        return not self.raised and self.error <= 2 * self.of_pytorch + eps
+
+
+def _transition(x: Tensor, norm: Tensor, shift: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    z = F.layer_norm(x, x.shape[-1:], norm, shift)
+    return F.linear(F.silu(F.linear(z, gate)) * F.linear(z, up), down)
+
+
+def _triangle(x: Tensor, p_in: Tensor, g_in: Tensor, p_out: Tensor, g_out: Tensor) -> Tensor:
+    z = F.layer_norm(x, x.shape[-1:])
+    a, b = (F.linear(z, p_in) * torch.sigmoid(F.linear(z, g_in))).chunk(2, -1)
+    o = torch.einsum("ikd,jkd->ijd", a, b)
+    return F.linear(F.layer_norm(o, o.shape[-1:]), p_out) * torch.sigmoid(F.linear(z, g_out))
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5 + bias, -1).to(v.dtype) @ v
+
+
+def _with_transition(function: Function) -> Function:
+    def call(x: Tensor, norm: Tensor, shift: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        names = {"norm_weight": norm, "norm_bias": shift, "gate_weight": gate, "up_weight": up, "down_weight": down}
+        return function(x, **names)
+
+    call.__name__ = function.__name__
+    return call
+
+
+def _with_triangle(function: Function) -> Function:
+    def call(x: Tensor, p_in: Tensor, g_in: Tensor, p_out: Tensor, g_out: Tensor) -> Tensor:
+        return function(x, p_in_weight=p_in, g_in_weight=g_in, p_out_weight=p_out, g_out_weight=g_out)
+
+    call.__name__ = function.__name__
+    return call
+
+
+def _norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias)
+
+
+def _of_rows(function: Function) -> Function:
+    def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return function(x, x.shape[-1:], weight, bias)
+
+    call.__name__ = function.__name__
+    return call
+
+
+def _cases() -> Iterator[_Case]:
+    rows, weight, vector = (_ROWS, _FEATURES), (_FEATURES, _FEATURES), (_FEATURES,)
+    layer, norm, pair = (rows, weight, vector), (rows, vector, vector), (_N, _N, _FEATURES)
+    hidden, down = (4 * _FEATURES, _FEATURES), (_FEATURES, 4 * _FEATURES)
+    of_transition = (rows, vector, vector, hidden, hidden, down)
+    of_triangle = (pair, (2 * _FEATURES, _FEATURES), (2 * _FEATURES, _FEATURES), weight, weight)
+    heads = (1, _N, _HEADS, _N, _D)
+
+    yield _Case(dense, lambda x, w, b: torch.sigmoid(F.linear(x, w, b)), layer)
+    of_gate = (rows, *layer)
+    yield _Case(gate, lambda v, x, w, b: v * torch.sigmoid(F.linear(x, w, b)), of_gate)
+    yield _Case(gate_, lambda v, x, w, b: v * torch.sigmoid(F.linear(x, w, b)), of_gate, in_place=True)
+    yield _Case(glu, lambda x, w, wg: F.linear(x, w) * torch.sigmoid(F.linear(x, wg)), (rows, weight, weight))
+    for function, overwriting, formula, shapes in (
+        (sigmoid, sigmoid_, torch.sigmoid, (rows,)),
+        (softmax, softmax_, lambda x: torch.softmax(x, -1), (rows,)),
+        (_of_rows(layer_norm), _of_rows(layer_norm_), _norm, norm),
+        (square_matmul, square_matmul_, torch.matmul, (rows, weight)),
+    ):
+        yield _Case(function, formula, shapes)
+        yield _Case(overwriting, formula, shapes, in_place=True)
+    yield _Case(_with_transition(transition), _transition, of_transition)
+    yield _Case(_with_transition(add_transition_), lambda x, *w: x + _transition(x, *w), of_transition, in_place=True)
+    yield _Case(_with_triangle(triangle_multiplicative_update), _triangle, of_triangle)
+    yield _Case(
+        _with_triangle(add_triangle_multiplicative_update_),
+        lambda x, *w: x + _triangle(x, *w),
+        of_triangle,
+        in_place=True,
+    )
+    yield _Case(triangle_attention, _attention, (heads, heads, heads, (1, 1, _HEADS, _N, _N)))
+
+
+def _values(case: _Case, dtype: torch.dtype) -> list[Tensor]:
+    """Random arguments: the same on every device, with weights for sums of about 1."""
+    generator = torch.Generator().manual_seed(0)
+    scales = [shape[-1] ** -0.5 if len(shape) == 2 and shape[0] != _ROWS else 1.0 for shape in case.shapes]
+    return [
+        (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+        for shape, scale in zip(case.shapes, scales, strict=True)
+    ]
+
+
+def _results(function: Function, arguments: Sequence[Tensor], in_place: bool = False) -> list[Tensor]:
+    """The result and all gradients, for a random cotangent."""
+    leaves = [t.detach().requires_grad_() for t in arguments]
+    first, *rest = leaves
+    y = function(first.clone() if in_place else first, *rest)
+    generator = torch.Generator().manual_seed(1)
+    cotangent = torch.randn(y.shape, generator=generator).to(y.device, y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, leaves, cotangent)]
+
+
+def _error(got: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    def of(t: Tensor, u: Tensor) -> float:
+        difference = t.to("cpu", torch.float64) - u
+        return float(difference.norm() / u.norm()) if difference.isfinite().all() else math.inf
+
+    return max(of(t, u) for t, u in zip(got, exact, strict=True))
+
+
+def _checked(case: _Case, device: str, dtype: torch.dtype) -> Result:
+    arguments, name = _values(case, dtype), str(dtype).removeprefix("torch.")
+    exact = _results(case.formula, [t.double() for t in arguments])
+    here = [t.to(device) for t in arguments]
+    of_pytorch = _error(_results(case.formula, here), exact)
+    start = perf_counter()
+    try:
+        error, raised = _error(_results(case.ours, here, case.in_place), exact), ""
+    except Exception as failure:  # whatever it is belongs in the report
+        error, raised = math.nan, f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
+    return Result(device, case.name, name, error, of_pytorch, perf_counter() - start, raised)
+
+
+def _checked_float8(device: str) -> Result:
+    """``dense_scaled``, beside float64 of the same numbers of eight bits."""
+    eight = torch.float8_e4m3fn
+    x, w, _ = (t.to(device) for t in _values(_Case(dense, dense, ((_ROWS, 128), (128, 128), (128,))), torch.float32))
+    x, w, scale = x.to(eight), w.to(eight), torch.ones((), device=device)
+    exact = [torch.sigmoid(F.linear(x.to("cpu", torch.float64), w.to("cpu", torch.float64)))]
+    start, raised, error = perf_counter(), "", math.nan
+    try:
+        error = _error([dense_scaled(x, w, scale, scale)], exact)
+    except Exception as failure:
+        raised = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
+    of_pytorch = _error([exact[0].bfloat16()], exact)
+    return Result(device, "dense_scaled", "bfloat16", error, of_pytorch, perf_counter() - start, raised)
+
+
+def check() -> list[Result]:
+    """Calls every operator once on the CPU and on each GPU, forward and backward. Takes seconds, and more where kernels
+    are compiled at the first call."""
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    results = []
+    for device in ("cpu", *gpus):
+        results += [_checked(case, device, dtype) for case in _cases() for dtype in _DTYPES]
+        if device == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9):
+            results.append(_checked_float8(device))
+    return results
+
+
+def report(results: Sequence[Result]) -> str:
+    """The results as a table, and a line that says how many are right."""
+    width = max(len(result.name) for result in results)
+    lines = [f"{'':9}{'operator':{width}}  dtype     error    PyTorch's  ms"]
+    for r in results:
+        end = r.raised or ("ok" if r.ok else "WRONG")
+        figures = f"{r.error:.1e}  {r.of_pytorch:.1e}    {r.seconds * 1e3:6.0f}"
+        lines.append(f"{r.device:9}{r.name:{width}}  {r.dtype:8}  {figures}  {end}")
+    right = sum(result.ok for result in results)
+    return "\n".join([*lines, f"{right} of {len(results)} right"])
