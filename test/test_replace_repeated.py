@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import torchops
 from torchops import replace
 from torchops.convert import declared
+from torchops.convert.registry import identity
 from torchops.convert.swapped import Swapped
-from torchops.convert.swappers import identity
 
 
 class Scaled(nn.Module):

@@ -5,8 +5,14 @@ and classes that you name. Each is compared with what takes its place (``probe.p
 """
 
 from torchops._core.report import Match, Report, Share
-from torchops.convert import declared, gated, named, sequential, swap  # noqa: F401  (they register what they swap)
+from torchops.convert import (  # noqa: F401  (they register what they swap)
+    declared,
+    gated,
+    named,
+    public_modules,
+    sequential,
+)
 from torchops.convert.known import triangle_update
-from torchops.convert.swappers import replace
+from torchops.convert.registry import replace
 
 __all__ = ["Match", "Report", "Share", "replace", "triangle_update"]

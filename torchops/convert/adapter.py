@@ -13,8 +13,8 @@ from torch import nn
 
 from torchops.convert.module import Replacement
 from torchops.convert.probe import probe
+from torchops.convert.registry import identity, module_reason, parameters_reason
 from torchops.convert.signature import Meanings, arguments, understood
-from torchops.convert.swappers import identity, module_reason, parameters_reason
 
 
 @dataclass(frozen=True)

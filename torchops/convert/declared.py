@@ -22,8 +22,7 @@ from torchops._core.checks import DTYPES
 from torchops._core.devices import has_kernel
 from torchops._core.report import Match
 from torchops.convert.probe import compared, plain_float32, random_parameter
-from torchops.convert.swapped import Swapped, outside
-from torchops.convert.swappers import (
+from torchops.convert.registry import (
     Declared,
     Example,
     Factory,
@@ -34,6 +33,7 @@ from torchops.convert.swappers import (
     module_reason,
     swapper,
 )
+from torchops.convert.swapped import Swapped, outside
 from torchops.nn.layers import is_read
 
 

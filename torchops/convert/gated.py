@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchops._core.report import Match
 from torchops.convert.declared import swap_classes
-from torchops.convert.swappers import Declared, Example, Factory, Turn, swapper
+from torchops.convert.registry import Declared, Example, Factory, Turn, swapper
 from torchops.nn.gates import packed_glu
 from torchops.nn.layers import as_parameters
 from torchops.ops import gate, glu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torchops.convert.swap import Search, find_replacement
+from torchops.convert.public_modules import Search, find_replacement
 from torchops.convert.triangle import TriangleUpdate
 from torchops.nn import TriangleMultiplicativeUpdate
 

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchops.convert.registry import like
 from torchops.convert.signature import Signature
-from torchops.convert.swappers import like
 from torchops.convert.values import PLAIN
 from torchops.nn.layers import has_hooks
 

@@ -10,8 +10,8 @@ from types import CodeType
 from torch import nn
 
 from torchops._core.report import Match
+from torchops.convert.registry import Declared, Turn, join, swapper
 from torchops.convert.swapped import Swapped, outside
-from torchops.convert.swappers import Declared, Turn, join, swapper
 
 _ACTIVATIONS = {"sigmoid", "expit", "silu", "siluactivation", "swish", "glu", "swiglu"}
 

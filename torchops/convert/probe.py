@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchops.convert.swappers import alone
+from torchops.convert.registry import alone
 
 if TYPE_CHECKING:
     from torchops.convert.module import Call, Replacement

@@ -23,9 +23,9 @@ from torchops.convert.denoising import LEAST_POINTS, denoise
 from torchops.convert.diffusion import once
 from torchops.convert.module import Replacement, restored
 from torchops.convert.probe import compared, plain_float32
+from torchops.convert.registry import like
 from torchops.convert.signature import Signature
 from torchops.convert.step_graph import GraphAdapter, StepGraph
-from torchops.convert.swappers import like
 from torchops.nn.layers import has_hooks
 
 SCORE, NOISE, CONDITIONER, TRANSFORMER = "score_model", "c_noise", "single_conditioner", "token_transformer"

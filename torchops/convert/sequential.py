@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchops._core.report import Match
-from torchops.convert.swapped import outside
-from torchops.convert.swappers import (
+from torchops.convert.registry import (
     Declared,
     Turn,
     join,
@@ -21,6 +20,7 @@ from torchops.convert.swappers import (
     sequential_reason,
     swapper,
 )
+from torchops.convert.swapped import outside
 from torchops.nn.gates import Dense, PackedGLU
 
 # By the activation: what computes both, and its operator.

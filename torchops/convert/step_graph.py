@@ -25,9 +25,9 @@ from torch.utils import _pytree as pytree
 from torchops.convert.adapter import Adapter
 from torchops.convert.constants import Constants, Known
 from torchops.convert.module import Layers, Replacement, restored
+from torchops.convert.registry import module_reason
 from torchops.convert.signature import Signature
 from torchops.convert.state import State, Watch
-from torchops.convert.swappers import module_reason
 from torchops.convert.values import PLAIN, is_same
 
 DEVICE = "cuda"

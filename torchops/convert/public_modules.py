@@ -11,8 +11,8 @@ from torchops._core.report import Match
 from torchops.convert.adapter import Adapter
 from torchops.convert.module import Replacement
 from torchops.convert.packages import adapters, unfit
+from torchops.convert.registry import Declared, Turn, join, swapper
 from torchops.convert.swapped import Swapped, outside
-from torchops.convert.swappers import Declared, Turn, join, swapper
 from torchops.convert.triangle import FUSED, PACKED, SEPARATE
 from torchops.nn import TriangleMultiplicativeUpdate
 
