@@ -335,3 +335,14 @@ def on_a_cpu() -> list[float]:
     ]
     median = statistics.median(ratios(EPYC, "dense", FORWARD, "eager"))
     return [(median - 1) * 100, min(gated), max(gated), min(norms), max(norms)]
+
+
+def predictions(file: str, compiled: str | None = None) -> list[float]:
+    """Seconds of whole predictions of Boltz-2 on an H200: released, compiled if there is a file of it, and replaced."""
+
+    def median(name: str, variant: str) -> float:
+        path = ROOT / "benchmarks" / "results" / "nvidia-h200" / f"whole-boltz-{name}.json"
+        return statistics.median(json.loads(path.read_text())["variants"][variant]["seconds"])
+
+    between = [] if compiled is None else [median(compiled, "compiled")]
+    return [median(file, "released"), *between, median(file, "replaced")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import committed_figures as committed
 import pytest
@@ -19,8 +20,31 @@ from benchmarks.render import EPYC, H100
 
 Figures = Callable[[], list[float]]
 QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
+    *(
+        ("README.md", f"| {sizes} | {{:.1f}} | {{:.1f}} |", partial(committed.predictions, file))
+        for sizes, file in (
+            ("384 tokens, 5 samples", "384-5"),
+            ("768 tokens, 1 sample", "768-1"),
+            ("1,536 tokens, 1 sample, 20 steps, no recycling", "1536-1"),
+        )
+    ),
     (
-        "README.md",
+        "docs/existing_models.md",
+        "| 384 tokens, 5 samples | {:.1f} | {:.1f} | {:.1f} |",
+        lambda: committed.predictions("384-5", "384-5-compiled"),
+    ),
+    (
+        "docs/existing_models.md",
+        "| 768 tokens, 1 sample | {:.1f} | not measured | {:.1f} |",
+        partial(committed.predictions, "768-1"),
+    ),
+    (
+        "docs/existing_models.md",
+        "| 1,536 tokens, 1 sample | {:.1f} | not measured | {:.1f} |",
+        partial(committed.predictions, "1536-1"),
+    ),
+    (
+        "docs/benchmarks.md",
         "it takes {:.1f} pair tensors of memory instead of {:.0f}, and {:.2f} ms; `torch.compile` in its default mode"
         " takes {:.2f} ms, and eager mode as papers write it {:.0f} ms",
         lambda: [
@@ -39,12 +63,12 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         ],
     ),
     (
-        "README.md",
+        "docs/benchmarks.md",
         "up to {:.1f} times the speed of eager mode for many rows of few features (H100)",
         lambda: [max(committed.ratios(H100, "dense", FORWARD, "eager"))],
     ),
     (
-        "README.md",
+        "docs/benchmarks.md",
         "`dense` takes {:.0f} µs. Eager mode takes {:.0f} µs,"
         ' `torch.compile(mode="max-autotune-no-cudagraphs")` takes {:.0f} µs, and a short Triton kernel {:.0f} µs',
         lambda: committed.times(
@@ -52,7 +76,7 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         ),
     ),
     (
-        "README.md",
+        "docs/benchmarks.md",
         "take {:.2f} and {:.2f} ms. Eager mode takes {:.2f} and {:.2f} ms, `torch.compile` {:.2f} and {:.2f} ms, Liger"
         " {:.2f} and {:.2f} ms, and quack, the nearest, {:.2f} and {:.2f} ms",
         lambda: [
@@ -62,7 +86,7 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         ],
     ),
     (
-        "README.md",
+        "docs/limits.md",
         "quack's `softmax` takes {:.2f} to {:.2f} times as long as ours, in inference and in training",
         lambda: [
             pick(ratio for task in (FORWARD, BACKWARD) for ratio in committed.ratios(H100, "softmax", task, "quack"))
@@ -70,7 +94,7 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         ],
     ),
     (
-        "README.md",
+        "docs/limits.md",
         "`torch.compile` takes {:.1f} to {:.1f} times as long for these gates, and eager mode into tensors that exist"
         " already (`out=`) {:.1f} to {:.1f} times",
         lambda: [
@@ -80,8 +104,8 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         ],
     ),
     (
-        "README.md",
-        "([another run](docs/benchmarks.md#some-cases): {:.2f} and {:.2f} ms)",
+        "docs/limits.md",
+        "([another run](benchmarks.md#some-cases): {:.2f} and {:.2f} ms)",
         lambda: committed.times(1e3, "swiglu", "forward and backward (8192, 4096, 11008) bfloat16", "ours", "compile"),
     ),
     ("docs/benchmarks.md", "times of the same call differ by up to {:.0f}%", lambda: [committed.between_runs()]),
@@ -108,7 +132,7 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         committed.training_of_streams,
     ),
     (
-        "README.md",
+        "docs/limits.md",
         "a bfloat16 `gate` of 1048576 rows and 128 features takes {:.0f} µs (fused kernel: {:.0f}, `torch.compile`:"
         " {:.0f}), in training {:.0f} µs (`torch.compile`: {:.0f})",
         committed.portable,
@@ -136,22 +160,22 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         ],
     ),
     (
-        "README.md",
+        "docs/limits.md",
         "with 8192 rows and features, `dense` gains {:.0f}%",
         lambda: [(case(H100, "dense", "forward (8192, 8192, 8192) bfloat16")["eager"].ratio - 1) * 100],
     ),
     (
-        "README.md",
+        "docs/limits.md",
         "takes {:.2f} ms and {:.0f} MiB on top of its inputs, where `torch.compile` takes {:.2f} ms and {:.0f} MiB",
         committed.swiglu,
     ),
     (
-        "README.md",
+        "docs/limits.md",
         "`layer_norm` of up to 16384 columns, in inference.** `torch.compile`'s take {:.2f} to {:.2f} times as long",
         lambda: [pick(committed.inference_by_compile()) for pick in (min, max)],
     ),
     (
-        "README.md",
+        "docs/limits.md",
         "in the median, `dense` gains {:.0f}% over eager mode. In the forward pass, `gate` and `glu` of 65536"
         " rows of 128 features are {:.1f} to {:.1f} times as fast, and `layer_norm_` of 64 MiB {:.0f} to {:.0f} times",
         committed.on_a_cpu,
