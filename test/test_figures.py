@@ -29,17 +29,17 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         )
     ),
     (
-        "docs/existing_models.md",
+        "docs/whole_models.md",
         "| 384 tokens, 5 samples | {:.1f} | {:.1f} | {:.1f} |",
         lambda: committed.predictions("384-5", "384-5-compiled"),
     ),
     (
-        "docs/existing_models.md",
+        "docs/whole_models.md",
         "| 768 tokens, 1 sample | {:.1f} | not measured | {:.1f} |",
         partial(committed.predictions, "768-1"),
     ),
     (
-        "docs/existing_models.md",
+        "docs/whole_models.md",
         "| 1,536 tokens, 1 sample | {:.1f} | not measured | {:.1f} |",
         partial(committed.predictions, "1536-1"),
     ),

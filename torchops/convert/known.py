@@ -20,7 +20,7 @@ def triangle_update(module: nn.Module) -> TriangleMultiplicativeUpdate:
     :func:`torchops.replace`.
 
     Args:
-        module: one of the classes in ``docs/triangle_update.md``.
+        module: one of the classes in ``docs/whole_models.md``.
 
     Raises:
         TypeError: it is not such a module, or does not compute what this layer computes. The error says why.
