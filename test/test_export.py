@@ -118,6 +118,53 @@ def test_training_on_an_exported_graph() -> None:
     assert_all_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
+def test_what_training_keeps_limits_no_rows(strict: bool, residual: bool) -> None:
+    """A transition keeps its products for a few rows, but an exported program takes any number of them."""
+    layer = torchops.nn.Transition(8, 4096)
+    nn.init.normal_(layer.fc3.weight)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x, residual=residual)
+
+    program = export(Layer(), (torch.randn(5, 8),), dynamic_shapes=({0: Dim("rows")},), strict=strict)
+    module = program.module()
+    for rows in (5, 600):
+        x, cotangent = (random_like(torch.empty(rows, 8), seed) for seed in range(2))
+        results = []
+        for function, parameters in ((module, module.named_parameters()), (Layer(), Layer().named_parameters())):
+            leaves = [t for _, t in sorted(parameters)]
+            y = function(x)
+            results.append([y, *torch.autograd.grad(y, leaves, cotangent)])
+        assert_all_close(*results, atol=1e-3, rtol=1e-3)
+
+
+def test_what_training_keeps_limits_no_features() -> None:
+    """A gate keeps its product of many features, but an exported program takes any number of them."""
+
+    class Gates(nn.Module):
+        def forward(self, v: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return (
+                torchops.gate(v, x, w),
+                torchops.glu(x, w, w),
+                torchops.transition(x, gate_weight=w, up_weight=w, down_weight=w.t()),
+            )
+
+    for features in (140, 7):
+        arguments = [random_like(torch.empty(shape)) for shape in ((5, 6), (5, features), (6, features))]
+        leaves = [t.requires_grad_() for t in arguments]
+        program = export(Gates(), tuple(leaves), dynamic_shapes=({}, {1: Dim("features")}, {1: Dim("features")}))
+        for other in (7, 140):
+            arguments = [random_like(torch.empty(shape)) for shape in ((5, 6), (5, other), (6, other))]
+            assert_all_close(program.module()(*arguments), Gates()(*arguments), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
 def test_unbacked_sizes(strict: bool) -> None:
     """Sizes that come from `nonzero` and from `item`, which tracing knows nothing about."""

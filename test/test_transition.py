@@ -11,6 +11,7 @@ import torch
 from checks import assert_all_close, random_like
 from test_gates import saved
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transition_samples import TRANSITION_KEYWORDS, transition_reference
@@ -172,6 +173,21 @@ def test_what_training_keeps(dtype: torch.dtype) -> None:
         of_new = saved(partial(OPS.transition, x, **weights))
         in_place = saved(partial(OPS.add_transition_, x, **weights))
         assert [sum(t.shape == (rows, hidden) for t in kept) for kept in (of_new, in_place)] == [2 * keeps, 0]
+
+
+def test_what_training_keeps_compiles_nothing_again() -> None:
+    """Nothing is kept where the number of rows is open, so that one program serves all of them."""
+    given = {name: t.requires_grad_() for name, t in values(1, 8, 4096).items() if name != "x"}
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(partial(OPS.transition, **given), fullgraph=True, backend=counter, dynamic=True)
+    for rows in (100, 600):
+        x = random_like(torch.empty(rows, 8), rows)
+        results = []
+        for function in (compiled, partial(OPS.transition, **given)):
+            y = function(x)
+            results.append([y, *torch.autograd.grad(y, list(given.values()), random_like(y, 20))])
+        assert_all_close(*results, atol=1e-3, rtol=1e-3)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("shape", [(0, 6), (2, 0, 6), (4, 0)], ids=str)

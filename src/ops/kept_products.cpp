@@ -10,7 +10,9 @@ using at::Tensor;
 
 namespace {
 
-bool holds(const c10::SymBool& condition) { return TORCH_GUARD_OR_FALSE(condition); }
+// Without a guard, which would refuse a program exported for other sizes, or compile it again for them: where tracing
+// leaves the sizes open, nothing is kept.
+bool holds(const c10::SymBool& condition) { return TORCH_STATICALLY_KNOWN_TRUE(condition); }
 
 // Whether the product of a large gate on CUDA in 16 bits is one of cuBLAS, and then a pass, in forward as well as in
 // backward, so that keeping it costs forward nothing: for features out that are no multiple of eight, unless backward

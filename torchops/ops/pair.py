@@ -67,8 +67,8 @@ def transition(
     Memory: the ``hidden`` features, several times as many as those of ``x``, exist only for one panel of rows at a
     time. With gradients, the two products of ``hidden`` features are kept for backward where that is faster than to
     compute them again: with more than 128 features in; on CUDA also in float32 and float64, and with up to 128 rows;
-    on a CPU also if each is at most 8 MiB. Eager mode keeps five tensors of that size. ``torch.utils.checkpoint``
-    keeps none.
+    on a CPU also if each is at most 8 MiB. In a program that is compiled or exported for any number of rows, only that
+    of features decides. Eager mode keeps five tensors of that size. ``torch.utils.checkpoint`` keeps none.
 
     Returns:
         The transition, without ``x`` added: a new contiguous tensor of the shape of ``x`` and the dtype of the
