@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from op_db import OpCase
 from samples import Sample
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchops
 
@@ -163,6 +165,43 @@ def test_what_training_keeps_limits_no_features() -> None:
         for other in (7, 140):
             arguments = [random_like(torch.empty(shape)) for shape in ((5, 6), (5, other), (6, other))]
             assert_all_close(program.module()(*arguments), Gates()(*arguments), atol=1e-4, rtol=1e-4)
+
+
+def overwriting(function: Callable[..., Tensor], *values: Tensor) -> list[Any]:
+    """The operators that overwrite something in the traced gradients of `function`, which can be differentiated."""
+
+    def gradients(*values: Tensor) -> Any:
+        leaves = [t.detach().requires_grad_() for t in values]
+        y = function(*leaves)
+        return torch.autograd.grad(y, leaves, torch.ones_like(y), create_graph=True)
+
+    targets = [node.target for node in make_fx(gradients)(*values).graph.nodes]
+    return [op for op in targets if isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable]
+
+
+@pytest.mark.ops(leaves=True, dtypes=[torch.float32], samples=["matrix", "vector_silu"], mutating=False)
+def test_differentiable_gradients_overwrite_nothing(
+    case: OpCase, device: str, dtype: torch.dtype, sample: Sample
+) -> None:
+    """A program that is exported with its backward pass has such gradients, and may overwrite nothing."""
+    arguments = sample(dtype, device)
+
+    def call(*values: Tensor) -> Tensor:
+        args, kwargs = with_tensors(arguments, values)
+        return case.pure(*args, **kwargs)
+
+    assert overwriting(call, *tensors(arguments)) == []
+
+
+def test_differentiable_gradients_of_a_triangle_update_overwrite_nothing() -> None:
+    layer = torchops.nn.TriangleMultiplicativeUpdate(4)
+    names = [name for name, _ in layer.named_parameters()]
+
+    def call(x: Tensor, *parameters: Tensor) -> Tensor:
+        out: Tensor = torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
+        return out
+
+    assert overwriting(call, torch.randn(3, 3, 4), *layer.parameters()) == []
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])

@@ -1,5 +1,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/rsub.h>
 #include <ATen/ops/sigmoid.h>
 
 #include "autograd/autocast.h"
@@ -138,7 +139,7 @@ struct GateBackward : FunctionalOp<GateBackward, detail::gate_backward> {
                                           const OptionalTensor& b, std::array<bool, 4> output_mask, bool v_is_y,
                                           const OptionalTensor&) {
     const Tensor s = at::sigmoid(linear(x, w, b).to(v.scalar_type())), dv = grad * s;
-    const Tensor dz = ((v_is_y ? grad : dv) * v * (1 - s)).to(w.scalar_type());
+    const Tensor dz = ((v_is_y ? grad : dv) * v * at::rsub(s, 1)).to(w.scalar_type());
     const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };
     return {output_mask[0] ? dv : none(v), output_mask[1] ? matmul(dz, w).to(x.scalar_type()) : none(x),
             output_mask[2] ? weight_gradient(dz, x) : none(w), output_mask[3] ? bias_gradient(dz) : none(w)};

@@ -1,5 +1,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/rsub.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/silu.h>
 
@@ -96,7 +97,7 @@ struct GluBackward : FunctionalOp<GluBackward, detail::glu_backward> {
     Tensor dz, du;
     if (output_mask[0] || output_mask[1] || output_mask[3]) dz = grad * (silu ? u * s : s);
     if (output_mask[0] || output_mask[2] || output_mask[4])
-      du = grad * linear(x, w, b) * s * (silu ? 1 + u * (1 - s) : 1 - s);
+      du = grad * linear(x, w, b) * s * (silu ? 1 + u * at::rsub(s, 1) : at::rsub(s, 1));
     return {output_mask[0] ? (matmul(dz, w) + matmul(du, wg)).to(x.scalar_type()) : none(x),
             output_mask[1] ? weight_gradient(dz, x) : none(w), output_mask[2] ? weight_gradient(du, x) : none(wg),
             output_mask[3] ? bias_gradient(dz) : none(w), output_mask[4] ? bias_gradient(du) : none(wg)};

@@ -1,5 +1,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/rsub.h>
 #include <ATen/ops/sigmoid.h>
 
 #include "autograd/autocast.h"
@@ -38,7 +39,7 @@ class WrittenOut {
     const Tensor &w = t_.gate_weight, s = at::sigmoid(gate_), v = needs.gate || output_mask[7] ? up() : Tensor();
     const Tensor dh = needs.gate || needs.value ? matmul(grad, t_.down_weight) : Tensor();
     const Tensor dv = needs.value ? dh * gate_ * s : Tensor();
-    const Tensor du = needs.gate ? dh * v * s * (1 + gate_ * (1 - s)) : Tensor();
+    const Tensor du = needs.gate ? dh * v * s * (1 + gate_ * at::rsub(s, 1)) : Tensor();
     std::array<Tensor, 3> of_norm;
     if (needs.z) {
       const Tensor dz = (matmul(dv, t_.up_weight) + matmul(du, w)).to(norm_.xhat.scalar_type());

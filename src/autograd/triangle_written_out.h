@@ -3,6 +3,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/rsub.h>
 #include <ATen/ops/sigmoid.h>
 
 #include <vector>
@@ -57,7 +58,7 @@ class TriangleWrittenOut {
       return dx;
     };
 
-    const Tensor dy = grad * s_, du = dy * y_ * (1 - s_);
+    const Tensor dy = grad * s_, du = dy * y_ * at::rsub(s_, 1);
     layer(detail::kPOut, dy, n_);
     layer(detail::kGOut, du, z_);
     const Tensor d_o =
@@ -73,7 +74,7 @@ class TriangleWrittenOut {
         out[1] = out[1].defined() ? out[1] + dmask : dmask;
       }
       const Tensor masked = mask_ ? cotangent * *mask_ : cotangent;
-      const Tensor dp = masked * gated.s, dg = dp * gated.p * (1 - gated.s);
+      const Tensor dp = masked * gated.s, dg = dp * gated.p * at::rsub(gated.s, 1);
       layer(p, dp, z_);
       layer(g, dg, z_);
       dz = dz + matmul(dp, t_.weight(p)) + matmul(dg, t_.weight(g));
