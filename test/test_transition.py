@@ -12,6 +12,7 @@ from checks import assert_all_close, random_like
 from test_gates import saved
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transition_samples import TRANSITION_KEYWORDS, transition_reference
@@ -173,6 +174,20 @@ def test_what_training_keeps(dtype: torch.dtype) -> None:
         of_new = saved(partial(OPS.transition, x, **weights))
         in_place = saved(partial(OPS.add_transition_, x, **weights))
         assert [sum(t.shape == (rows, hidden) for t in kept) for kept in (of_new, in_place)] == [2 * keeps, 0]
+
+
+def test_no_product_is_kept_of_a_traced_call_in_place() -> None:
+    def function(*given: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in given]
+        x, *parameters = (leaf * 1 for leaf in leaves)
+        OPS.add_transition_(x, **dict(zip(TRANSITION_KEYWORDS, parameters, strict=False)))
+        return torch.autograd.grad(x.sum(), leaves)
+
+    graph = make_fx(function, tracing_mode="fake")(*values(6, 136, 8).values()).graph
+    calls = [
+        len(graph.find_nodes(op="call_function", target=op.default)) for op in (OPS._transition, OPS._add_transition)
+    ]
+    assert calls == [0, 1]
 
 
 def test_what_training_keeps_compiles_nothing_again() -> None:

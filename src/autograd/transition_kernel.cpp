@@ -74,7 +74,8 @@ struct Layer : torch::autograd::Function<Layer> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& norm_weight,
                         const OptionalTensor& norm_bias, const Tensor& gate_weight, const OptionalTensor& gate_bias,
                         const Tensor& up_weight, const OptionalTensor& up_bias, const Tensor& down_weight,
-                        const OptionalTensor& down_bias, double eps, bool add_residual, const OptionalTensor& target) {
+                        const OptionalTensor& down_bias, double eps, bool add_residual, const OptionalTensor& target,
+                        bool saves_products) {
     at::AutoDispatchBelowAutograd below_autograd;
     save_path(ctx);
     const auto or_undefined = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
@@ -95,7 +96,7 @@ struct Layer : torch::autograd::Function<Layer> {
                        eps, residual...);
     };
     Tensor y, up, gate;
-    if (!target && detail::keeps_products(x, gate_weight, detail::Gated::kHidden)) {
+    if (saves_products) {
       std::tie(y, up, gate) = call(detail::transition_with_products, x, add_residual);
     }
     saved.insert(saved.end(), {up, gate});
@@ -130,10 +131,14 @@ struct Layer : torch::autograd::Function<Layer> {
       if (!output_mask[i]) out[i] = Tensor();
     }
     if (output_mask[0] && is_sum && !add_residual) out[0] = out[0] + grads[0];
-    out.resize(out.size() + 3);  // for eps, add_residual and target
+    out.resize(out.size() + 4);  // for eps, add_residual, target and saves_products
     return out;
   }
 };
+
+bool saves_products(const detail::Transition& t) {
+  return detail::keeps_products(t.x, t.gate_weight, detail::Gated::kHidden);
+}
 
 struct Functional : FunctionalOp<Functional, transition> {
   template <class... Args>
@@ -147,7 +152,7 @@ struct Functional : FunctionalOp<Functional, transition> {
   }
   template <class... Args>
   static Tensor train(const Args&... args) {
-    return Layer::apply(args..., /*add_residual=*/false, OptionalTensor());
+    return Layer::apply(args..., /*add_residual=*/false, OptionalTensor(), saves_products({args...}));
   }
 };
 
@@ -162,7 +167,7 @@ struct Sum : FunctionalOp<Sum, detail::add_transition> {
   }
   template <class... Args>
   static Tensor train(const Args&... args) {
-    return Layer::apply(args..., /*add_residual=*/true, OptionalTensor());
+    return Layer::apply(args..., /*add_residual=*/true, OptionalTensor(), saves_products({args...}));
   }
 };
 
@@ -175,10 +180,13 @@ struct InPlaceOf<function> : MutatingOp<InPlaceOf<function>, Args...> {
   static void check(const Tensor& x, Args... args) { detail::check_transition_({x, args...}); }
   static Tensor decomposed(const Tensor& x, Args... args) { return Sum::decomposed(x, args...); }
   static Tensor functional(const Tensor& x, Args... args) { return function(x, args...); }
-  static Tensor traced(const Tensor& x, Args... args) { return function(detail::saved_copy(x), args...); }
+  static Tensor traced(const Tensor& x, Args... args) {
+    return Layer::apply(detail::saved_copy(x), args..., /*add_residual=*/true, OptionalTensor(),
+                        /*saves_products=*/false);
+  }
   static void in_place(Tensor& x, Args... args) { add_transition_(x, args...); }
   static Tensor train(const Tensor& x, const Tensor& target, Args... args) {
-    return Layer::apply(x.clone(), args..., /*add_residual=*/true, OptionalTensor(target));
+    return Layer::apply(x.clone(), args..., /*add_residual=*/true, OptionalTensor(target), /*saves_products=*/false);
   }
 };
 using InPlace = InPlaceOf<detail::add_transition>;
