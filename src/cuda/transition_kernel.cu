@@ -235,7 +235,7 @@ Tensor add_transition_cuda(const Transition& t) {
   return sum;
 }
 
-// All rows at once: what the products take is kept, and eager mode has four more tensors of their size.
+// All rows at once: the products of all are kept, and eager mode keeps two more tensors of their size.
 std::tuple<Tensor, Tensor, Tensor> transition_with_products_cuda(const Transition& t, bool add_residual) {
   detail::check_transition_with_products(t);
   const c10::cuda::CUDAGuard guard(t.x.device());

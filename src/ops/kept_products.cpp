@@ -10,8 +10,8 @@ using at::Tensor;
 
 namespace {
 
-// Without a guard, which would refuse a program exported for other sizes, or compile it again for them: where tracing
-// leaves the sizes open, nothing is kept.
+// Without a guard, which would refuse a program exported for other sizes, or compile it again for them: what tracing
+// leaves open counts as false.
 bool holds(const c10::SymBool& condition) { return TORCH_STATICALLY_KNOWN_TRUE(condition); }
 
 // Whether the product of a large gate on CUDA in 16 bits is one of cuBLAS, and then a pass, in forward as well as in

@@ -1,4 +1,4 @@
-"""``python -m torchops --check``: every operator once on each device, forward and backward, beside float64.
+"""``python -m torchops --check``: the operators on each device, forward and backward, beside float64.
 
 For a report: the table says whether this installation computes right on this machine. Formulas are those of the
 documentation, in PyTorch's own operators.
@@ -62,7 +62,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Twice PyTorch's error, and a rounding of a result that it has exactly."""
+        """Whether the error is at most twice PyTorch's, plus one eps: PyTorch may have a result exactly."""
         eps = torch.finfo(getattr(torch, self.dtype)).eps
         return not self.raised and self.error <= 2 * self.of_pytorch + eps
 
@@ -187,7 +187,8 @@ def _checked(case: _Case, device: str, dtype: torch.dtype) -> Result:
 
 
 def _checked_float8(device: str) -> Result:
-    """``dense_scaled``, beside float64 of the same numbers of eight bits."""
+    """``dense_scaled``, beside float64 of the same numbers of eight bits. PyTorch's error is that of rounding to
+    bfloat16."""
     eight = torch.float8_e4m3fn
     x, w, _ = (t.to(device) for t in _values(_Case(dense, dense, ((_ROWS, 128), (128, 128), (128,))), torch.float32))
     x, w, scale = x.to(eight), w.to(eight), torch.ones((), device=device)
@@ -202,8 +203,8 @@ def _checked_float8(device: str) -> Result:
 
 
 def check() -> list[Result]:
-    """Calls every operator once on the CPU and on each GPU, forward and backward. Takes seconds, and more where kernels
-    are compiled at the first call."""
+    """Calls the operators on the CPU and on each GPU in each dtype, forward and backward. Takes seconds, and more where
+    kernels are compiled at the first call."""
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     results = []
     for device in ("cpu", *gpus):

@@ -49,9 +49,9 @@ def square_matmul_(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> Tensor
 
     Shapes and dtypes are those of :func:`square_matmul`. ``b`` may overlap ``a``; it is then copied first.
 
-    Memory: scratch of at most 4 MiB per thread on the CPU and 32 MiB on a GPU, where a small ``a`` may be copied.
-    ``b`` is also copied if neither its rows nor its columns are contiguous: of a batch, one matrix at a time on the
-    CPU, and on a GPU as many as fit 16 MiB, but at least one. Training copies the old ``a`` only if ``b`` requires a
+    Memory: scratch of at most 4 MiB per thread on the CPU and 32 MiB on a GPU, where a small ``a`` is copied. ``b``
+    is also copied if neither its rows nor its columns are contiguous: of a batch, one matrix at a time on the CPU,
+    and on a GPU as many as fit 16 MiB, but at least one. Training copies the old ``a`` only if ``b`` requires a
     gradient.
 
     Raises:

@@ -64,11 +64,11 @@ def transition(
     ``norm_weight`` and ``norm_bias`` may each be float32. ``x`` is rounded only after the mean of each row has been
     subtracted. ``torch.autocast`` casts the other parameters, and leaves a float32 ``x`` or norm as it is.
 
-    Memory: the ``hidden`` features, several times as many as those of ``x``, exist only for one panel of rows at a
-    time. With gradients, the two products of ``hidden`` features are kept for backward where that is faster than to
-    compute them again: with more than 128 features in; on CUDA also in float32 and float64, and with up to 128 rows;
-    on a CPU also if each is at most 8 MiB. In a program that is compiled or exported for any number of rows, only that
-    of features decides. Eager mode keeps five tensors of that size. ``torch.utils.checkpoint`` keeps none.
+    Memory: without gradients, the ``hidden`` features, several times as many as those of ``x``, exist for one panel
+    of rows at a time. With gradients, the two products of ``hidden`` features are kept for backward where that is
+    faster than to compute them again: with more than 128 features in; on CUDA also in float32 and float64, and with
+    up to 128 rows; on a CPU also if each is at most 8 MiB. Sizes that a compiled or exported program leaves open
+    count as large. Eager mode keeps four tensors of that size. ``torch.utils.checkpoint`` keeps none.
 
     Returns:
         The transition, without ``x`` added: a new contiguous tensor of the shape of ``x`` and the dtype of the
@@ -119,7 +119,8 @@ def add_transition_(
 
     Dtypes: as :func:`transition`; the sum has the dtype of ``x``.
 
-    Memory: without gradients, no tensor of the size of ``x`` is allocated. Training keeps a copy of the old ``x``.
+    Memory: without gradients, no tensor of the size of ``x`` is allocated. Training keeps a copy of the old ``x``, and
+    computes the hidden products again.
 
     Raises:
         RuntimeError: as :func:`transition`; ``x`` has several elements in one place, as after ``expand``; or ``x`` is a
