@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import re
 import statistics
 import sys
@@ -26,6 +27,7 @@ from .operators import OPERATORS
 from .report import Report, Result
 from .run import RESULTS as RESULTS
 from .tables import row, table
+from .whole import report as whole
 
 PYTHON_REVISION = "revision of torchops"
 
@@ -363,6 +365,10 @@ def pictures() -> Iterator[str]:
                 ours = next(name for name in OURS if name in document["cases"][0]["peak_bytes"])
                 yield f"{folder.name}: {plots.draw_memory(folder, document['cases'], document, ours)}"
         yield f"{folder.name}: {pair_plots.draw(folder)}"
+        for path in sorted(folder.glob("whole-*.json")):
+            prediction = json.loads(path.read_text())
+            if len(prediction["variants"]) > 1:
+                yield f"{folder.name}: {whole.draw(prediction, path.with_suffix('.png'))}"
     yield ladder.draw(RESULTS)
 
 
