@@ -88,20 +88,15 @@ void PanelSum::finish() const {
 
 void WeightGradient::add(int64_t chunk, const Tensor& dz, const Tensor& x) const {
   if (dw_.wanted()) {
-    auto [dw, is_first] = dw_.next(chunk);
     const Tensor dz_t = transposed(dz);
-    if (dw.scalar_type() == x.scalar_type()) {
+    if (dw_.scalar_type() == x.scalar_type()) {
+      auto [dw, is_first] = dw_.next(chunk);
       is_first ? at::cpu::mm_out(dw, dz_t, x) : at::cpu::addmm_(dw, dz_t, x);
     } else {
-      const Tensor product = at::cpu::mm(dz_t, x);
-      is_first ? dw.copy_(product) : dw.add_(product);
+      dw_.add(chunk, at::cpu::mm(dz_t, x));
     }
   }
-  if (db_.wanted()) {
-    auto [db, is_first] = db_.next(chunk);
-    const Tensor sum = at::cpu::sum(dz, {0}, /*keepdim=*/false, accumulate_dtype(dz));
-    is_first ? db.copy_(sum) : db.add_(sum);
-  }
+  if (db_.wanted()) db_.add(chunk, at::cpu::sum(dz, {0}, /*keepdim=*/false, accumulate_dtype(dz)));
 }
 
 void input_gradient(Tensor dx, const Tensor& dz, const Tensor& w, bool accumulate) {

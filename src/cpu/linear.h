@@ -57,6 +57,7 @@ class PanelSum {
   PanelSum(const Tensor& result, bool wanted, const Chunks& chunks);
 
   bool wanted() const { return partial_.defined(); }
+  at::ScalarType scalar_type() const { return partial_.scalar_type(); }
   /// The sum of a chunk so far, to which a panel is to be added; and whether there is none yet, so that it is to be
   /// overwritten. Panels of one chunk come one after the other.
   std::pair<Tensor, bool> next(int64_t chunk) const;
