@@ -197,5 +197,5 @@ def main(arguments: list[str]) -> str:
     parser = argparse.ArgumentParser(prog="python -m torchops", description=__doc__)
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--json", action="store_true", help="print JSON instead of text")
-    either.add_argument("--check", action="store_true", help="run every operator on each device, beside float64")
+    either.add_argument("--check", action="store_true", help="run the operators on each device, beside float64")
     return json.dumps(info(), indent=2) if parser.parse_args(arguments).json else report(info())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -32,6 +33,9 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # With these sizes, operators take their own kernels where a device has some.
 _ROWS, _FEATURES, _N, _HEADS, _D = 512, 128, 24, 4, 32
 
+_OF_TRANSITION = ("norm_weight", "norm_bias", "gate_weight", "up_weight", "down_weight")
+_OF_TRIANGLE = ("p_in_weight", "g_in_weight", "p_out_weight", "g_out_weight")
+
 
 @dataclass(frozen=True)
 class _Case:
@@ -41,10 +45,17 @@ class _Case:
     formula: Function
     shapes: Sequence[tuple[int, ...]]
     in_place: bool = False
+    keywords: tuple[str, ...] = ()  # of the arguments after the first, if they have no places
 
     @property
     def name(self) -> str:
-        return str(getattr(self.ours, "__name__", self.ours))
+        return str(getattr(self.ours, "func", self.ours).__name__)
+
+    def __call__(self, first: Tensor, *rest: Tensor) -> Tensor:
+        first = first.clone() if self.in_place else first
+        if self.keywords:
+            return self.ours(first, **dict(zip(self.keywords, rest, strict=True)))
+        return self.ours(first, *rest)
 
 
 @dataclass(frozen=True)
@@ -83,33 +94,12 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5 + bias, -1).to(v.dtype) @ v
 
 
-def _with_transition(function: Function) -> Function:
-    def call(x: Tensor, norm: Tensor, shift: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        names = {"norm_weight": norm, "norm_bias": shift, "gate_weight": gate, "up_weight": up, "down_weight": down}
-        return function(x, **names)
-
-    call.__name__ = function.__name__
-    return call
-
-
-def _with_triangle(function: Function) -> Function:
-    def call(x: Tensor, p_in: Tensor, g_in: Tensor, p_out: Tensor, g_out: Tensor) -> Tensor:
-        return function(x, p_in_weight=p_in, g_in_weight=g_in, p_out_weight=p_out, g_out_weight=g_out)
-
-    call.__name__ = function.__name__
-    return call
+def _added(formula: Function, x: Tensor, *parameters: Tensor) -> Tensor:
+    return x + formula(x, *parameters)
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], weight, bias)
-
-
-def _of_rows(function: Function) -> Function:
-    def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return function(x, x.shape[-1:], weight, bias)
-
-    call.__name__ = function.__name__
-    return call
 
 
 def _cases() -> Iterator[_Case]:
@@ -121,27 +111,23 @@ def _cases() -> Iterator[_Case]:
     heads = (1, _N, _HEADS, _N, _D)
 
     yield _Case(dense, lambda x, w, b: torch.sigmoid(F.linear(x, w, b)), layer)
-    of_gate = (rows, *layer)
-    yield _Case(gate, lambda v, x, w, b: v * torch.sigmoid(F.linear(x, w, b)), of_gate)
-    yield _Case(gate_, lambda v, x, w, b: v * torch.sigmoid(F.linear(x, w, b)), of_gate, in_place=True)
     yield _Case(glu, lambda x, w, wg: F.linear(x, w) * torch.sigmoid(F.linear(x, wg)), (rows, weight, weight))
     for function, overwriting, formula, shapes in (
+        (gate, gate_, lambda v, x, w, b: v * torch.sigmoid(F.linear(x, w, b)), (rows, *layer)),
         (sigmoid, sigmoid_, torch.sigmoid, (rows,)),
         (softmax, softmax_, lambda x: torch.softmax(x, -1), (rows,)),
-        (_of_rows(layer_norm), _of_rows(layer_norm_), _norm, norm),
         (square_matmul, square_matmul_, torch.matmul, (rows, weight)),
     ):
         yield _Case(function, formula, shapes)
         yield _Case(overwriting, formula, shapes, in_place=True)
-    yield _Case(_with_transition(transition), _transition, of_transition)
-    yield _Case(_with_transition(add_transition_), lambda x, *w: x + _transition(x, *w), of_transition, in_place=True)
-    yield _Case(_with_triangle(triangle_multiplicative_update), _triangle, of_triangle)
-    yield _Case(
-        _with_triangle(add_triangle_multiplicative_update_),
-        lambda x, *w: x + _triangle(x, *w),
-        of_triangle,
-        in_place=True,
-    )
+    for norm_of, in_place in ((layer_norm, False), (layer_norm_, True)):
+        of_rows = partial(norm_of, normalized_shape=vector)
+        yield _Case(of_rows, _norm, norm, in_place, ("weight", "bias"))
+    yield _Case(transition, _transition, of_transition, keywords=_OF_TRANSITION)
+    yield _Case(add_transition_, partial(_added, _transition), of_transition, True, _OF_TRANSITION)
+    update, adding = triangle_multiplicative_update, add_triangle_multiplicative_update_
+    yield _Case(update, _triangle, of_triangle, keywords=_OF_TRIANGLE)
+    yield _Case(adding, partial(_added, _triangle), of_triangle, True, _OF_TRIANGLE)
     yield _Case(triangle_attention, _attention, (heads, heads, heads, (1, 1, _HEADS, _N, _N)))
 
 
@@ -155,11 +141,10 @@ def _values(case: _Case, dtype: torch.dtype) -> list[Tensor]:
     ]
 
 
-def _results(function: Function, arguments: Sequence[Tensor], in_place: bool = False) -> list[Tensor]:
+def _results(function: Function, arguments: Sequence[Tensor]) -> list[Tensor]:
     """The result and all gradients, for a random cotangent."""
     leaves = [t.detach().requires_grad_() for t in arguments]
-    first, *rest = leaves
-    y = function(first.clone() if in_place else first, *rest)
+    y = function(*leaves)
     generator = torch.Generator().manual_seed(1)
     cotangent = torch.randn(y.shape, generator=generator).to(y.device, y.dtype)
     return [y.detach(), *torch.autograd.grad(y, leaves, cotangent)]
@@ -173,33 +158,39 @@ def _error(got: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     return max(of(t, u) for t, u in zip(got, exact, strict=True))
 
 
+def _measured(device: str, name: str, dtype: torch.dtype, of_pytorch: float, error: Callable[[], float]) -> Result:
+    """Calls `error`, which may raise."""
+    start, value, raised = perf_counter(), math.nan, ""
+    try:
+        value = error()
+    except Exception as failure:  # whatever it is belongs in the report
+        raised = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
+    return Result(device, name, str(dtype).removeprefix("torch."), value, of_pytorch, perf_counter() - start, raised)
+
+
 def _checked(case: _Case, device: str, dtype: torch.dtype) -> Result:
-    arguments, name = _values(case, dtype), str(dtype).removeprefix("torch.")
+    arguments = _values(case, dtype)
     exact = _results(case.formula, [t.double() for t in arguments])
     here = [t.to(device) for t in arguments]
     of_pytorch = _error(_results(case.formula, here), exact)
-    start = perf_counter()
-    try:
-        error, raised = _error(_results(case.ours, here, case.in_place), exact), ""
-    except Exception as failure:  # whatever it is belongs in the report
-        error, raised = math.nan, f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
-    return Result(device, case.name, name, error, of_pytorch, perf_counter() - start, raised)
+    return _measured(device, case.name, dtype, of_pytorch, lambda: _error(_results(case, here), exact))
 
 
 def _checked_float8(device: str) -> Result:
     """``dense_scaled``, beside float64 of the same numbers of eight bits. PyTorch's error is that of rounding to
     bfloat16."""
     eight = torch.float8_e4m3fn
-    x, w, _ = (t.to(device) for t in _values(_Case(dense, dense, ((_ROWS, 128), (128, 128), (128,))), torch.float32))
-    x, w, scale = x.to(eight), w.to(eight), torch.ones((), device=device)
-    exact = [torch.sigmoid(F.linear(x.to("cpu", torch.float64), w.to("cpu", torch.float64)))]
-    start, raised, error = perf_counter(), "", math.nan
-    try:
-        error = _error([dense_scaled(x, w, scale, scale)], exact)
-    except Exception as failure:
-        raised = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
-    of_pytorch = _error([exact[0].bfloat16()], exact)
-    return Result(device, "dense_scaled", "bfloat16", error, of_pytorch, perf_counter() - start, raised)
+    x, w = (t.to(device, eight) for t in _values(_Case(dense, dense, ((_ROWS, 128), (128, 128))), torch.float32))
+    scale = torch.ones((), device=device)
+    exact = torch.sigmoid(F.linear(x.to("cpu", torch.float64), w.to("cpu", torch.float64)))
+    of_pytorch = _error([exact.bfloat16()], [exact])
+    return _measured(
+        device,
+        dense_scaled.__name__,
+        torch.bfloat16,
+        of_pytorch,
+        lambda: _error([dense_scaled(x, w, scale, scale)], [exact]),
+    )
 
 
 def check() -> list[Result]:
