@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triangle_reference
 from dense_samples import (
     DENSE_ERRORS,
     DENSE_SAMPLES,
@@ -79,6 +80,14 @@ from triangle_attention_samples import (
     update_smooth,
     update_smooth_,
 )
+from triangle_update_samples import (
+    TRIANGLE_ERRORS,
+    TRIANGLE_OVERLAPS,
+    triangle_arguments,
+    triangle_reference_,
+    triangle_samples,
+    triangle_smooth_,
+)
 
 import torchops
 
@@ -98,7 +107,9 @@ class OpCase:
     mutates: int | None = None  # the position of the argument that is overwritten
     twin: str | None = None  # the functional operator that computes the same
     dtypes: tuple[torch.dtype, ...] = DTYPES
-    recomputes: float = 0  # the part of the products of the forward pass that the gradient computes again
+    # The part of the products of the forward pass that the gradient computes again; None where tests of the operator
+    # alone count its gradient.
+    recomputes: float | None = 0
     # The arguments that stand for values in the order of the schema, where that takes some by name alone, or in a list.
     pack: Callable[..., Arguments] | None = None
     differentiable: bool = True
@@ -170,6 +181,8 @@ def copy_like(x: Tensor) -> Tensor:
 SLACK_OF_GATES = {torch.float32: 2.0, torch.float64: 256.0, torch.float16: 1.5, torch.bfloat16: 1.5}
 # Of float32 an H100 loses more in two products of which one follows the other.
 SLACK_OF_TRANSITIONS = SLACK_OF_GATES | {torch.float32: 6.0}
+# The triangle multiplicative update rounds four times between x and its result, each time another number of 16 bits.
+SLACK_OF_TRIANGLES = SLACK_OF_TRANSITIONS | {torch.float16: 4.0, torch.bfloat16: 4.0}
 
 OPS = (
     OpCase("dense", torchops.dense, dense_reference, DENSE_SAMPLES, DENSE_ERRORS),
@@ -301,44 +314,54 @@ OPS = (
 SLACK_OF_SCALED = SLACK_OF_GATES | ({torch.float32: 2.0**12} if torch.cuda.is_available() else {})
 
 # Products of eight bits, of which the dtypes are those of the result.
-SCALED = (
+SCALED = tuple(
     OpCase(
-        "dense.scaled",
-        torchops.dense_scaled,
-        dense_scaled_reference,
-        scaled_samples("dense"),
-        scaled_errors("dense"),
+        f"{name}.scaled",
+        getattr(torchops, f"{name}_scaled"),
+        reference,
+        scaled_samples(name),
+        scaled_errors(name),
         dtypes=RESULTS,
         differentiable=False,
         capability=(8, 9),
         slack=SLACK_OF_SCALED,
-    ),
-    OpCase(
-        "gate.scaled",
-        torchops.gate_scaled,
-        gate_scaled_reference,
-        scaled_samples("gate"),
-        scaled_errors("gate"),
-        dtypes=RESULTS,
-        differentiable=False,
-        capability=(8, 9),
-        slack=SLACK_OF_SCALED,
-    ),
-    OpCase(
-        "glu.scaled",
-        torchops.glu_scaled,
-        glu_scaled_reference,
-        scaled_samples("glu"),
-        scaled_errors("glu"),
-        dtypes=RESULTS,
-        differentiable=False,
-        capability=(8, 9),
-        slack=SLACK_OF_SCALED,
-    ),
+    )
+    for name, reference in (
+        ("dense", dense_scaled_reference),
+        ("gate", gate_scaled_reference),
+        ("glu", glu_scaled_reference),
+    )
 )
 
-# The update by triangle attention.
+# Updates of pair tensors. Those by attention are private, and those by products of matrices have more parameters than
+# suites over all subsets of them can take.
 UPDATES = (
+    OpCase(
+        "triangle_multiplicative_update",
+        torchops.triangle_multiplicative_update,
+        triangle_reference.triangle_multiplicative_update,
+        triangle_samples(False),
+        TRIANGLE_ERRORS,
+        triangle_reference.smooth_update,
+        recomputes=None,
+        pack=triangle_arguments,
+        casts_weights=True,
+        slack=SLACK_OF_TRIANGLES,
+    ),
+    OpCase(
+        "add_triangle_multiplicative_update_",
+        torchops.add_triangle_multiplicative_update_,
+        triangle_reference_,
+        triangle_samples(True),
+        (*TRIANGLE_ERRORS, *TRIANGLE_OVERLAPS),
+        triangle_smooth_,
+        mutates=0,
+        twin="triangle_multiplicative_update",
+        recomputes=None,
+        pack=triangle_arguments,
+        casts_weights=True,
+        slack=SLACK_OF_TRIANGLES,
+    ),
     OpCase(
         "triangle_attention_update",
         update,
@@ -347,7 +370,7 @@ UPDATES = (
         UPDATE_ERRORS,
         update_smooth,
         private=True,
-        recomputes=2 / 3,
+        recomputes=None,
         pack=update_arguments,
         casts_weights=True,
         slack=SLACK_OF_TRANSITIONS,
@@ -362,7 +385,7 @@ UPDATES = (
         private=True,
         mutates=0,
         twin="triangle_attention_update",
-        recomputes=2 / 3,
+        recomputes=None,
         pack=update_arguments,
         casts_weights=True,
         slack=SLACK_OF_TRANSITIONS,

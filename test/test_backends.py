@@ -278,7 +278,7 @@ def test_torch_dispatch_mode(case: OpCase, sample: Sample) -> None:
         case.pure(*arguments[0], **arguments[1])
     ours = {op for op in seen.ops if op.namespace == "myops"}
     forward = case.twin or case.name
-    if case.name in ("layer_norm", "layer_norm_", "transition", "triangle_attention"):
+    if case.name in ("layer_norm", "layer_norm_", "transition", "triangle_attention") or "multiplicative" in case.name:
         forward = f"_{forward}"
     if case.name == "add_transition_":
         forward = "_add_transition"

@@ -40,6 +40,10 @@ def arguments_of(op: OpCase, x: Tensor) -> list[Any]:
         "layer_norm": [[n], vector, vector],
         "transition": [vector, vector, matrix / n, vector, matrix / n, vector, matrix, vector],
         "square_matmul": [matrix],
+        "triangle_multiplicative_update": [
+            *(vector, vector, torch.cat([matrix] * 2) / n, vector.repeat(2), torch.cat([matrix] * 2), vector.repeat(2)),
+            *(vector, vector, matrix, vector, matrix, vector),
+        ],
     }
     return [x, *rest.get(op.name.removeprefix("add_").rstrip("_"), [])]
 
@@ -356,7 +360,7 @@ def test_overlap_between_examples(op: OpCase, dim: int) -> None:
 @pytest.mark.ops(differentiable=True, where=lambda case, **_: "triangle_attention" not in case.name)
 def test_results_are_contiguous_with_a_tangent(case: OpCase) -> None:
     """Where the operator is written out in ATen's, which follow the strides of what they get, as well as elsewhere."""
-    x = random_like(torch.empty(8, 6, 8)).transpose(0, 1)
+    x = random_like(torch.empty(8, 8, 8)).transpose(0, 1)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, random_like(x, 2))
         y = forward_ad.unpack_dual(case.call(case.pure, *arguments_of(case, dual)))

@@ -6,12 +6,10 @@ To accept a change, run pytest with EXPECTTEST_ACCEPT=1.
 # ruff: noqa: E501 (schemas are long)
 from __future__ import annotations
 
-from pathlib import Path
-
 import expecttest
 import pytest
 import torch
-from op_db import OPS, SCALED
+from op_db import OPS, SCALED, UPDATES
 
 KEYS = (
     *("CPU", "Meta", "Autograd", "ADInplaceOrView", "Functionalize", "AutocastCPU", "AutocastCUDA", "FuncTorchBatched"),
@@ -159,17 +157,9 @@ myops::triangle_multiplicative_update            x    x     x         .         
         )
 
 
-# Their tensors are keywords, and more than suites over all subsets of them can take.
-TESTED_ALONE = {
-    "triangle_multiplicative_update": "test_triangle_multiplicative_update.py",
-    "add_triangle_multiplicative_update_": "test_triangle_multiplicative_update.py",
-}
-
-
 def test_every_public_operator_is_tested() -> None:
     public = {full_name(s).removeprefix("myops::") for s in operators() if not s.name.startswith("myops::_")}
-    assert {*(case.name for case in (*OPS, *SCALED)), *TESTED_ALONE} == public
-    assert all((Path(__file__).parent / file).exists() for file in TESTED_ALONE.values())
+    assert {case.name for case in (*OPS, *SCALED, *UPDATES) if not case.private} == public
 
 
 def test_operators_are_compliant() -> None:

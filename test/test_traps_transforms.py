@@ -28,7 +28,7 @@ variants = pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
 
 
 def through_compiled_autograd(outputs: tuple[Tensor, ...], leaves: list[Tensor], backend: str) -> list[Tensor]:
-    # What the collector of garbage calls in the midst of a compiled call, Dynamo takes for a part of it, and may refuse.
+    # Dynamo takes what the garbage collector calls in the midst of a compiled call for a part of it, and may refuse it.
     gc.disable()
     try:
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend, fullgraph=True)):

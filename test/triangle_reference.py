@@ -6,15 +6,18 @@ Jumper et al. 2021, supplement, algorithms 11 and 12; Abramson et al. 2024, algo
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm, linear
+from torch.nn.functional import linear
+from transition_samples import layer_norm, normalized, promoted
 
 PRODUCTS = {"outgoing": "...ikc,...jkc->...ijc", "incoming": "...kic,...kjc->...ijc"}
 
 
-def triangle_multiplicative_update(
+def written_out(
+    norm: Callable[..., Tensor],
     x: Tensor,
     direction: str = "outgoing",
     *,
@@ -36,25 +39,23 @@ def triangle_multiplicative_update(
     """Any floating dtype, float64 for a result to compare with. A float32 `x` with 16-bit weights is normalised in
     float32, and so is what has float32 parameters of a norm; what follows has the weights' dtype."""
     dtype = p_in_weight.dtype
-    z = _norm(x, norm_in_weight, norm_in_bias, eps).to(dtype)
+    z = norm(*promoted(x, norm_in_weight, norm_in_bias), eps).to(dtype)
     ab = linear(z, p_in_weight, p_in_bias) * torch.sigmoid(linear(z, g_in_weight, g_in_bias))
     if mask is not None:
         ab = ab * mask.to(dtype).unsqueeze(-1)
     o = torch.einsum(PRODUCTS[direction], *ab.chunk(2, -1))
-    out = linear(_norm(o, norm_out_weight, norm_out_bias, eps).to(dtype), p_out_weight, p_out_bias)
+    out = linear(norm(*promoted(o, norm_out_weight, norm_out_bias), eps).to(dtype), p_out_weight, p_out_bias)
     return out * torch.sigmoid(linear(z, g_out_weight, g_out_bias))
+
+
+triangle_multiplicative_update = functools.partial(written_out, layer_norm)
+# For third derivatives, of which ATen's for a layer norm are wrong.
+smooth_update = functools.partial(written_out, normalized)
 
 
 def add_triangle_multiplicative_update_(x: Tensor, *args: object, **kwargs: object) -> Tensor:
     """What the form that overwrites `x` leaves in it, as a new tensor."""
     return x + triangle_multiplicative_update(x, *args, **kwargs)  # type: ignore[arg-type]
-
-
-def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    given = [t for t in (weight, bias) if t is not None]
-    x = x.to(functools.reduce(torch.promote_types, (t.dtype for t in given), x.dtype))
-    weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
-    return layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def rows_weights(c: int, d: int, full: bool, dtype: torch.dtype) -> dict[str, Tensor]:
