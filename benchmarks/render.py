@@ -32,26 +32,29 @@ from .whole import report as whole
 PYTHON_REVISION = "revision of torchops"
 
 ROOT = Path(__file__).parents[1]
-PAGES = tuple(
-    ROOT / "docs" / f"{page}.md"
-    for page in (
-        "benchmarks",
-        "eight_bits",
-        "existing_models",
-        "fused_epilogue",
-        "gates",
-        "ladder",
-        "pair_layer",
-        "ptx",
-        "ring_allreduce",
-        "triangle_attention",
-        "triangle_update",
-        "triangle_update_stages",
-    )
+H100, EPYC = "nvidia-h100-80gb-hbm3", "2-core-amd-epyc-avx-512"
+PAGES = (
+    *(RESULTS / machine / "README.md" for machine in (H100, EPYC)),
+    *(
+        ROOT / "docs" / f"{page}.md"
+        for page in (
+            "benchmarks",
+            "eight_bits",
+            "existing_models",
+            "fused_epilogue",
+            "gates",
+            "ladder",
+            "pair_layer",
+            "ptx",
+            "ring_allreduce",
+            "triangle_attention",
+            "triangle_update",
+            "triangle_update_stages",
+        )
+    ),
 )
 BLOCK = re.compile(r"(?<=<!-- benchmarks )(?P<name>[\w-]+)( -->\n)(?P<table>.*?)(?=<!-- end -->)", re.DOTALL)
 
-H100, EPYC = "nvidia-h100-80gb-hbm3", "2-core-amd-epyc-avx-512"
 OURS = ("cuda", "cpp")
 # Bounds: they compute less than the operator, so they don't replace it.
 BOUNDS = frozenset(name for operator in OPERATORS.values() for name in operator.bounds)
@@ -127,6 +130,38 @@ def chosen(machine: str, what: str, columns: Sequence[str], rows: Sequence[tuple
         )
     used = [reports(machine)[op] for op in dict.fromkeys(op for op, _ in rows)]
     return "\n".join([*lines, "", source(used), ""])
+
+
+def summary(machine: str, rows: Sequence[tuple[str, str]], triangle: bool = False) -> str:
+    """How many times faster than PyTorch some cases are: of `run`, and on a GPU two updates of AlphaFold's."""
+    reported = reports(machine)
+    cases = {(op, result.case.name): result for op, item in reported.items() for result in item.results}
+    lines = table(["operator and shape", "torchops", "than eager PyTorch", "than `torch.compile`"], [])
+    for op, case in rows:
+        result = cases[op, case]
+        label = case.removeprefix("forward ") if case.startswith("forward (") else case
+        ratios = (result.timings[name].ratio if name in result.timings else None for name in ("eager", "compile"))
+        seconds = report.format_seconds(result.timings[result.first].seconds)
+        lines.append(row([f"`{op}` {label}{_warm(result)}", seconds, *map(_faster, ratios)]))
+    sources = [source(reported[op] for op in dict.fromkeys(op for op, _ in rows))]
+    for what, name, compiled, eager, keep in _LAYERS if triangle else ():
+        document = read(machine, name)
+        for result in filter(keep, document["results"]):
+            times = result["microseconds"]
+            ratios = (times[way] / times["torchops"] for way in (eager, compiled))
+            seconds = report.format_seconds(times["torchops"] / 1e6)
+            lines.append(row([what.format(**result), seconds, *map(_faster, ratios)]))
+        sources.append(layer_tables.where(document))
+    return "\n".join([*lines, "", *dict.fromkeys(sources), ""])
+
+
+def _faster(ratio: float | None) -> str:
+    """What a time over ours says of ours."""
+    if ratio is None:
+        return "not measured"
+    if abs(ratio - 1) <= report.NOISE:
+        return "as fast"
+    return f"{ratio:.2f} × faster" if ratio > 1 else f"{1 / ratio:.2f} × slower"
 
 
 def _warm(result: Result) -> str:
@@ -299,6 +334,52 @@ _CPU = [
     ("square_matmul_", "forward (65536, 256) float32"),
     ("layer_norm_", "forward (4096, 4096) float32"),
 ]
+_SUMMARY = [
+    ("dense", "forward (1048576, 128, 128) bfloat16"),
+    ("dense", "forward (8192, 8192, 8192) bfloat16"),
+    ("gate", "forward (1048576, 128, 128) bfloat16"),
+    ("gate", "forward and backward (1048576, 128, 128) bfloat16"),
+    ("glu", "forward (1048576, 128, 128) bfloat16"),
+    ("glu", "forward and backward (1048576, 128, 128) bfloat16"),
+    ("swiglu", "forward (8192, 4096, 11008) bfloat16"),
+    ("swiglu", "forward and backward (8192, 4096, 11008) bfloat16"),
+    ("transition", "forward and backward (1048576, 128, 512) bfloat16"),
+    ("softmax", "forward and backward (65536, 4096) bfloat16"),
+    ("layer_norm", "forward (65536, 4096) bfloat16"),
+    ("layer_norm", "forward and backward (65536, 4096) bfloat16"),
+    ("sigmoid", "forward (65536, 4096) bfloat16"),
+    ("square_matmul_", "forward (131072, 1024) bfloat16"),
+]
+_SUMMARY_OF_CPU = [
+    ("dense", "forward (4096, 64, 4096) float32"),
+    ("gate", "forward (65536, 128, 128) float32"),
+    ("gate", "forward and backward (65536, 128, 128) float32"),
+    ("glu", "forward (65536, 128, 128) float32"),
+    ("glu", "forward and backward (65536, 128, 128) float32"),
+    ("transition", "forward and backward (16384, 128, 512) float32"),
+    ("softmax", "forward (4096, 4096) float32"),
+    ("layer_norm", "forward (4096, 4096) float32"),
+    ("layer_norm_", "forward (4096, 4096) float32"),
+    ("sigmoid", "forward (1024, 4096) float32"),
+    ("square_matmul_", "forward (65536, 256) float32"),
+]
+# What a row is called, where it is from, and the names of the contenders there.
+_LAYERS: list[tuple[str, str, str, str, Callable[[dict[str, Any]], bool]]] = [
+    (
+        "triangle update {task}, N = {n}, 128 features, bfloat16",
+        "triangle",
+        "channels first, torch.compile",
+        "as written",
+        lambda r: r["n"] == 1024 and r.get("section") in ("forward", "backward"),
+    ),
+    (
+        "pair layer {task}, N = {n}, 128 features, {precision}",
+        "pair_layer",
+        "torch.compile",
+        "eager",
+        lambda r: r["n"] == 768 and r["precision"] == "bfloat16",
+    ),
+]
 _CONTENDERS = (gates.OURS, gates.COMPILED, gates.PACKED, gates.TRITON)
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -307,6 +388,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "gates-h100": partial(chosen, H100, "(rows, in, out)", ("eager", "compile", "packed product"), _GATES),
     "in-place-h100": partial(chosen, H100, "in place", ("eager", "out-of-place"), _IN_PLACE),
     "cpu": partial(chosen, EPYC, "on two cores", ("eager", "out-of-place", "compile"), _CPU),
+    "summary-h100": partial(summary, H100, _SUMMARY, triangle=True),
+    "summary-cpu": partial(summary, EPYC, _SUMMARY_OF_CPU),
     "ratios-h100": partial(ratios, H100),
     "behind-h100": partial(behind, H100),
     "ratios-cpu": partial(ratios, EPYC),

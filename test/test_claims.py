@@ -70,7 +70,7 @@ def test_scratch_of_gates() -> None:
 
 
 def test_nearest() -> None:
-    """README.md says: that is quack in forward and backward of softmax and layer_norm."""
+    """The tables of the H100 say: that is quack in forward and backward of softmax and layer_norm."""
     for op in ("softmax", "layer_norm"):
         found = case(H100, op, ROWS)
         others = {way: timing.seconds for way, timing in found.items() if way not in ("ours", "cuda", "compile-ours")}
@@ -100,7 +100,7 @@ def test_table_of_the_pass() -> None:
 
 
 def test_single_calls() -> None:
-    """What docs/benchmarks.md says of all cases that were measured as single calls."""
+    """What the tables of the H100 say of all cases that were measured as single calls."""
     single = {r.case.name: r.timings for r in render.reports(H100, "single")["dense"].results}
     assert all(times["linear"].ratio > 1 for times in single.values())
     assert all(times["compile"].ratio == max(t.ratio for t in times.values()) for times in single.values())
@@ -139,6 +139,6 @@ def test_memory_of_the_triangle_elsewhere() -> None:
 
 
 def test_triangle_on_a_cpu() -> None:
-    """For N = 256, docs/triangle_update.md says that torch.compile takes more than twice the memory."""
+    """For N = 256, the tables of the CPU say that torch.compile takes more than twice the memory."""
     least, _ = triangle_on_a_cpu("channels first, torch.compile", 256, "pair tensors")
     assert least > 2

@@ -1,6 +1,6 @@
 """The documents are true: their Python runs and prints what they show; links, commands and generated tables are right.
 
-Conventions of docs/*.md and README.md:
+Conventions of docs/*.md, README.md, and the pages of tables, which are the README.md files in benchmarks/results:
 
 - All ``python`` blocks of a page run from top to bottom in one namespace, in an empty folder. In a block with comments
   ``# -> text``, these are all that the block prints, line by line.
@@ -35,7 +35,7 @@ from benchmarks import options, render, run
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-RUN = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+RUN = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(run.RESULTS.rglob("README.md"))]
 READ = [ROOT / "CONTRIBUTING.md", *RUN]
 
 # By page, their first words.
