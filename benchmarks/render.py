@@ -39,8 +39,8 @@ PAGES = (
         ROOT / "docs" / f"{page}.md"
         for page in (
             "benchmarks",
+            "compiler",
             "eight_bits",
-            "existing_models",
             "fused_epilogue",
             "gates",
             "ladder",

@@ -88,7 +88,7 @@ def test_keywords_of_the_triangle_update() -> None:
 
 
 def test_table_of_the_pass() -> None:
-    """What docs/existing_models.md says of table.json."""
+    """What docs/compiler.md says of table.json."""
     rows = json.loads((ROOT / "torchops" / "inductor" / "table.json").read_text())["rows"]
     assert all(row["compiled"] > 1.05 * row["ours"] and row["least_rows"] >= 4096 for row in rows)
     assert {(row["device"], row["capability"]) for row in rows} == {("cuda", "9.0")}
@@ -111,7 +111,7 @@ def test_single_calls() -> None:
 
 
 def test_models() -> None:
-    """What docs/existing_models.md says of all models."""
+    """What docs/compiler.md says of all models."""
     names = {result["case"] for result in document(H100, "models")["results"]}
     assert len(names) == 4
     assert all(gain(name, task) > 1 for name in names for task in (FORWARD, BACKWARD))
