@@ -328,7 +328,7 @@ DENSE_SINGLE := 1048576,128,128 65536,256,1024 65536,512,512 16384,1024,4096 409
 DENSE_HOT := 65536,256,1024 4096,4096,4096 8192,8192,8192
 DENSE_IN_REGIME = $(PYTHON) -m benchmarks run -o dense -m cuda,compile,eager --device cuda --dtype bfloat16 --output $(RESULTS)
 
-# What takes several GPUs is measured by hand: all-reduce (docs/ring_allreduce.md) and sharded pairs (docs/distributed.md).
+# What takes several GPUs is measured by hand: all-reduce (docs/ring_allreduce.md) and sharded pairs (docs/sharded_pairs.md).
 results-gpu: committed gpu-build ptx
 	@$(MEASURE); cd $(GPU_BUILD); export $(GPU_PATH); \
 	here=$(RESULTS)/$(call MACHINE,$(PYTHON),cuda); mkdir -p $$here; \

@@ -123,7 +123,7 @@ def test_models() -> None:
 
 
 def test_sharded_small() -> None:
-    """docs/distributed.md says that for N = 1024, two GPUs are not faster."""
+    """docs/sharded_pairs.md says that for N = 1024, two GPUs are not faster."""
     found = [r for r in document(H100, "triangle_sharded")["results"] if r["n"] == 1024]
     assert len(found) == 4
     assert all(r["microseconds"]["rows"] >= r["microseconds"]["one"] for r in found)

@@ -376,27 +376,27 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         lambda: [committed.sharded(way, BACKWARD)[2] for way in ("outgoing", "incoming")],
     ),
     (
-        "docs/distributed.md",
-        "| outgoing | forward | {:.2f} ms | {:.2f} ms | {:.2f} times as fast |"
-        " | outgoing | forward and backward | {:.1f} ms | {:.1f} ms | {:.2f} times as fast |"
-        " | incoming | forward | {:.2f} ms | {:.2f} ms | {:.2f} times as fast |"
-        " | incoming | forward and backward | {:.1f} ms | {:.1f} ms | {:.2f} times as fast |",
+        "docs/sharded_pairs.md",
+        "| outgoing | forward | {:.2f} ms | {:.2f} ms | {:.2f} × faster |"
+        " | outgoing | forward and backward | {:.1f} ms | {:.1f} ms | {:.2f} × faster |"
+        " | incoming | forward | {:.2f} ms | {:.2f} ms | {:.2f} × faster |"
+        " | incoming | forward and backward | {:.1f} ms | {:.1f} ms | {:.2f} × faster |",
         lambda: [
             x for way in ("outgoing", "incoming") for task in (FORWARD, BACKWARD) for x in committed.sharded(way, task)
         ],
     ),
     (
-        "docs/distributed.md",
+        "docs/sharded_pairs.md",
         "| 2048 | in place | {:.1f} ms, {:.2f} GiB | {:.1f} ms, {:.2f} GiB |",
         lambda: committed.with_memory(2048, FORWARD),
     ),
     (
-        "docs/distributed.md",
+        "docs/sharded_pairs.md",
         "| 1024 | forward and backward | {:.1f} ms, {:.2f} GiB | {:.1f} ms, {:.2f} GiB |",
         lambda: committed.with_memory(1024, BACKWARD),
     ),
     (
-        "docs/distributed.md",
+        "docs/sharded_pairs.md",
         "| 768 | forward and backward | {:.1f} ms, {:.2f} GiB | {:.1f} ms, {:.2f} GiB |",
         lambda: committed.with_memory(768, BACKWARD),
     ),
