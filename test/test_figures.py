@@ -183,16 +183,6 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         committed.on_a_cpu,
     ),
     (
-        "CHANGELOG.md",
-        "takes {:.2f} ms in bfloat16, and with `torch.compile` {:.1f} ms",
-        lambda: committed.times(1e3, "add_transition_", "forward (1048576, 128, 512) bfloat16", "ours", "compile"),
-    ),
-    (
-        "CHANGELOG.md",
-        "Forward and backward of 589824 such rows take {:.1f} ms in bfloat16, in eager mode {:.1f} ms",
-        lambda: committed.times(1e3, "transition", "forward and backward (589824, 128, 512) bfloat16", "ours", "eager"),
-    ),
-    (
         "docs/gates.md",
         "{:.0f} MiB on top of the inputs, where `torch.compile` takes {:.0f} and eager mode {:.0f}",
         committed.kept,
@@ -368,12 +358,6 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         "docs/eight_bits.md",
         "off from float64 by {:.5f} of its norm; that of `_scaled_mm` was off by {:.5f}, and by {:.5f} with",
         committed.scaled_errors,
-    ),
-    (
-        "CHANGELOG.md",
-        "{:.1f} (outgoing) and {:.1f} (incoming) times the speed of one H100 with two, for N = 2048,"
-        " forward and backward",
-        lambda: [committed.sharded(way, BACKWARD)[2] for way in ("outgoing", "incoming")],
     ),
     (
         "docs/sharded_pairs.md",
