@@ -73,7 +73,7 @@ NAMES = {
     "liger": "Liger",
     "py": "`autograd.Function`",
     "linear": "`F.linear` alone",
-    "packed product": "one product with both weights",
+    "packed product": "one matmul with both weights",
 }
 # How calls are made, by regime; "" is the usual one.
 CALLS = {"": "queued", "single": "single", "hot": "hot"}
@@ -213,7 +213,7 @@ def behind(machine: str) -> str:
             faster = sorted(other for other in others if other[0] < 1 - report.NOISE)
             if result.first in OURS and faster:
                 found.append((faster, f"`{op}` {result.case.name}{_warm(result)}"))
-    lines = table(["case", "faster, with its time over ours"], [])
+    lines = table(["case", "faster, with its time over that of torchops"], [])
     for faster, case in sorted(found, key=lambda each: each[0][0][0]):
         lines.append(row([case, "; ".join(f"{NAMES[name]} {ratio:.2f}" for ratio, name in faster)]))
     return "\n".join([*lines, ""])
