@@ -106,7 +106,7 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
     ),
     (
         "docs/limits.md",
-        "([another run](benchmarks.md#on-an-h100): {:.2f} and {:.2f} ms)",
+        "([another run](../benchmarks/results/nvidia-h100-80gb-hbm3/README.md#some-cases): {:.2f} and {:.2f} ms)",
         lambda: committed.times(1e3, "swiglu", "forward and backward (8192, 4096, 11008) bfloat16", "ours", "compile"),
     ),
     (H100_TABLES, "times of the same call differ by up to {:.0f}%", lambda: [committed.between_runs()]),
