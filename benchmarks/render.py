@@ -132,31 +132,31 @@ def chosen(machine: str, what: str, columns: Sequence[str], rows: Sequence[tuple
     return "\n".join([*lines, "", source(used), ""])
 
 
-def summary(machine: str, rows: Sequence[tuple[str, str]], triangle: bool = False) -> str:
-    """How many times faster than PyTorch some cases are: of `run`, and on a GPU two updates of AlphaFold's."""
+def summary(machine: str, rows: Sequence[tuple[str, str]], layers: bool = False) -> str:
+    """How many times faster than PyTorch some cases are: of `run`, and with `layers` of AlphaFold's."""
     reported = reports(machine)
     cases = {(op, result.case.name): result for op, item in reported.items() for result in item.results}
     lines = table(["operator and shape", "torchops", "than eager PyTorch", "than `torch.compile`"], [])
     for op, case in rows:
         result = cases[op, case]
         label = case.removeprefix("forward ") if case.startswith("forward (") else case
-        ratios = (result.timings[name].ratio if name in result.timings else None for name in ("eager", "compile"))
+        over_ours = (result.timings[name].ratio if name in result.timings else None for name in ("eager", "compile"))
         seconds = report.format_seconds(result.timings[result.first].seconds)
-        lines.append(row([f"`{op}` {label}{_warm(result)}", seconds, *map(_faster, ratios)]))
+        lines.append(row([f"`{op}` {label}{_warm(result)}", seconds, *map(_faster, over_ours)]))
     sources = [source(reported[op] for op in dict.fromkeys(op for op, _ in rows))]
-    for what, name, compiled, eager, keep in _LAYERS if triangle else ():
+    for what, name, compiled, eager, keep in _LAYERS if layers else ():
         document = read(machine, name)
         for result in filter(keep, document["results"]):
             times = result["microseconds"]
-            ratios = (times[way] / times["torchops"] for way in (eager, compiled))
+            over_ours = (times[way] / times["torchops"] for way in (eager, compiled))
             seconds = report.format_seconds(times["torchops"] / 1e6)
-            lines.append(row([what.format(**result), seconds, *map(_faster, ratios)]))
+            lines.append(row([what.format(**result), seconds, *map(_faster, over_ours)]))
         sources.append(layer_tables.where(document))
     return "\n".join([*lines, "", *dict.fromkeys(sources), ""])
 
 
 def _faster(ratio: float | None) -> str:
-    """What a time over ours says of ours."""
+    """What a contender's time over that of torchops says of torchops."""
     if ratio is None:
         return "not measured"
     if abs(ratio - 1) <= report.NOISE:
@@ -390,7 +390,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gates-h100": partial(chosen, H100, "(rows, in, out)", ("eager", "compile", "packed product"), _GATES),
     "in-place-h100": partial(chosen, H100, "in place", ("eager", "out-of-place"), _IN_PLACE),
     "cpu": partial(chosen, EPYC, "on two cores", ("eager", "out-of-place", "compile"), _CPU),
-    "summary-h100": partial(summary, H100, _SUMMARY, triangle=True),
+    "summary-h100": partial(summary, H100, _SUMMARY, layers=True),
     "summary-cpu": partial(summary, EPYC, _SUMMARY_OF_CPU),
     "ratios-h100": partial(ratios, H100),
     "behind-h100": partial(behind, H100),

@@ -48,6 +48,28 @@ def test_versions_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "liger" not in found
 
 
+def test_summary_has_one_convention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faster, slower, as fast within the noise, or not measured: always of torchops."""
+    cases = {2.0: (1, 2, 3), 0.5: (4, 2, 3), 1.009: (5, 2, 3)}
+    results = [
+        Result(
+            Case("dense", shape),
+            Cost(1, 1),
+            0.0,
+            {"cpp": Timing(1e-6, 1e-6, 1e-6, 1.0), "eager": Timing(ratio * 1e-6, ratio * 1e-6, ratio * 1e-6, ratio)},
+        )
+        for ratio, shape in cases.items()
+    ]
+    about = {"machine": "M", "torch": "2", "revision of src": "abc"}
+    monkeypatch.setattr(render, "reports", lambda machine: {"dense": Report("dense", about, "", {}, results)})
+    rows = render.summary("M", [("dense", result.case.name) for result in results]).splitlines()[2:5]
+    assert [row.split(" | ")[2:] for row in rows] == [
+        ["2.00 × faster", "not measured |"],
+        ["2.00 × slower", "not measured |"],
+        ["as fast", "not measured |"],
+    ]
+
+
 def test_command_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["--sizes", "1,2", "--json", "r.json", "--output=there", "--case", "a b"]
     assert machine.command("benchmarks", ["gates", *given]) == "python -m benchmarks gates --sizes 1,2 --case 'a b'"
