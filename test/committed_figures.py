@@ -174,9 +174,17 @@ PACKED = "torch.compile, packed"
 ROWS = "forward and backward (65536, 4096) bfloat16"
 
 
-def kept() -> list[float]:
-    memory = gates("gates", "swiglu", DEEP, BACKWARD)["MiB"]
-    return [memory[way] for way in ("torchops", "torch.compile", "eager")]
+def of_deep_swiglu() -> list[float]:
+    """In training: how many times faster than torch.compile, and the memory of both and of eager mode."""
+    found = gates("gates", "swiglu", DEEP, BACKWARD)
+    memory = (found["MiB"][way] for way in ("torchops", "torch.compile", "eager"))
+    return [found["torch.compile"] / found["torchops"], *memory]
+
+
+def times_and_memory(op: str, task: str) -> list[float]:
+    """Of 1048576 rows of 128 features: milliseconds and MiB of ours, of torch.compile and of eager mode."""
+    found = gates("gates", op, GATE, task)
+    return [x for way in ("torchops", "torch.compile", "eager") for x in (found[way] / 1e3, found["MiB"][way])]
 
 
 def portable() -> list[float]:
@@ -187,49 +195,54 @@ def portable() -> list[float]:
 
 
 def by_cublas(op: str, task: str, against: str = "torch.compile") -> list[float]:
-    """The least and the most time of bfloat16 by cuBLAS, in terms of another way's."""
+    """The least and the greatest speed of bfloat16 by cuBLAS, in terms of another way's."""
     found = (r for r in document(H100, "gates-by-cublas")["results"] if r["line"]["op"] == op)
     times = [r["microseconds"] for r in found if r["line"]["task"] == task and r["line"]["compiled"]]
-    ratios_ = [t["torchops"] / t[against] for t in times]
+    ratios_ = [t[against] / t["torchops"] for t in times]
     return [min(ratios_), max(ratios_)]
 
 
+def by_cublas_in_both(op: str, against: str) -> list[float]:
+    return [*by_cublas(op, FORWARD, against), *by_cublas(op, BACKWARD, against)]
+
+
 def odd_rows() -> list[float]:
-    """By how many percent less time gates of unaligned rows take than eager mode: least and most, and in training."""
-    gains: list[float] = []
+    """How many times faster gates of unaligned rows are than eager mode: least and most, and in training."""
+    speeds: list[float] = []
     for task in (FORWARD, BACKWARD):
         found = [gates("gates", op, list(size), task) for op in ("gate", "glu") for size in UNALIGNED_SIZES]
-        less = [(1 - t["torchops"] / t["eager"]) * 100 for t in found]
-        gains += [min(less), max(less)]
-    return gains
+        ratios_ = [t["eager"] / t["torchops"] for t in found]
+        speeds += [min(ratios_), max(ratios_)]
+    return speeds
 
 
 def streams(task: str, what: str = "microseconds") -> list[tuple[dict[str, Any], float]]:
-    """The lines of float32 rows beside 16-bit weights, and by how many percent less each takes than if compiled."""
+    """The lines of float32 rows beside 16-bit weights, and how many times as much torch.compile takes of each."""
     found = (r for r in document(H100, "gates-stream")["results"] if r["line"]["compiled"])
     taken = ((r["line"], r[what]) for r in found if r["line"]["task"] == task)
-    return [(line, (1 - by["torchops"] / by["torch.compile"]) * 100) for line, by in taken]
+    return [(line, by["torch.compile"] / by["torchops"]) for line, by in taken]
 
 
 def forward_of_streams() -> list[float]:
-    less = [percent for _, percent in streams(FORWARD)]
-    return [min(less), max(less)]
+    speeds = [ratio for _, ratio in streams(FORWARD)]
+    return [min(speeds), max(speeds)]
 
 
-def training_of_streams() -> list[float]:
-    """Least and most time saved where one pass makes all gradients; of glu of more features; most and least of other
-    gates, and least and most memory of these with more than 64 features."""
+def _in_one_pass(line: dict[str, Any]) -> bool:
+    return line["shape"][1] <= 128 and "v" not in line["stream"]
 
-    def in_one_pass(line: dict[str, Any]) -> bool:
-        return line["shape"][1] <= 128 and "v" not in line["stream"]
 
-    less = streams(BACKWARD)
-    one_pass = [percent for line, percent in less if in_one_pass(line)]
-    glu = [percent for line, percent in less if not in_one_pass(line) and line["op"] == "glu"]
-    gate = [percent for line, percent in less if not in_one_pass(line) and line["op"] == "gate"]
-    gates_ = ((line, percent) for line, percent in streams(BACKWARD, "peak_bytes") if line["op"] == "gate")
-    memory = [percent for line, percent in gates_ if not in_one_pass(line) and line["shape"][1] > 64]
-    return [min(one_pass), max(one_pass), *glu, max(gate), -min(gate), min(memory), max(memory)]
+def training_of_streams() -> dict[str, list[float]]:
+    """Least and greatest speed where one pass makes all gradients; of glu of more features; of other gates; and least
+    and most memory in percent that these save with more than 64 features."""
+    speeds = streams(BACKWARD)
+    one_pass = [ratio for line, ratio in speeds if _in_one_pass(line)]
+    glu = [ratio for line, ratio in speeds if not _in_one_pass(line) and line["op"] == "glu"]
+    gate = [ratio for line, ratio in speeds if not _in_one_pass(line) and line["op"] == "gate"]
+    other = [(line, ratio) for line, ratio in streams(BACKWARD, "peak_bytes") if line["op"] == "gate"]
+    less = [(1 - 1 / ratio) * 100 for line, ratio in other if not _in_one_pass(line) and line["shape"][1] > 64]
+    others = [min(gate), max(gate), min(less), max(less)]
+    return {"one pass": [min(one_pass), max(one_pass)], "glu": glu, "gate": others}
 
 
 def between_runs() -> float:
@@ -263,31 +276,31 @@ def first_message() -> list[float]:
 
 
 def on_a_cpu_of_eager(rows: int, features: int, task: str = BACKWARD) -> list[float]:
-    """The time of gate and glu in terms of eager mode's, in float32, then in bfloat16."""
+    """The speed of gate and glu in terms of eager mode's, in float32, then in bfloat16."""
     lines = [r for r in document(EPYC, "gates")["results"] if r["line"]["shape"] == [rows, features, features]]
     found = {(r["line"]["dtype"], r["line"]["op"]): r["microseconds"] for r in lines if r["line"]["task"] == task}
     order = [(dtype, op) for dtype in ("float32", "bfloat16") for op in ("gate", "glu")]
-    return [found[key]["torchops"] / found[key]["eager"] for key in order]
+    return [found[key]["eager"] / found[key]["torchops"] for key in order]
 
 
 def exact(op: str, task: str, against: str = "torch.compile") -> float:
-    """By how many percent more time float32 takes without TF32."""
+    """How many times faster float32 is without TF32."""
     found = gates("gates", op, [262144, 128, 128], task, "float32")
-    return (found["torchops"] / found[against] - 1) * 100
+    return found[against] / found["torchops"]
 
 
 def portable_gains() -> list[float]:
-    """By how many percent less time than torch.compile, packed or not, kernels for other GPUs take: least and most."""
+    """How many times faster than torch.compile, packed or not, kernels for other GPUs are: least and most."""
     times = [r["microseconds"] for r in document(H100, "gates-portable")["results"] if r["line"]["compiled"]]
-    gains = [(1 - t["torchops"] / min(t["torch.compile"], t.get(PACKED, math.inf))) * 100 for t in times]
+    gains = [min(t["torch.compile"], t.get(PACKED, math.inf)) / t["torchops"] for t in times]
     return [min(gains), max(gains)]
 
 
 def portable_dense() -> list[float]:
-    """The least and the most time of bfloat16 dense by the kernels for other GPUs, in terms of the product alone."""
+    """The least and the greatest speed of bfloat16 dense by the kernels for other GPUs, in terms of F.linear alone."""
     found = (r for r in document(H100, "gates-portable")["results"] if r["line"]["op"] == "dense")
     times = [r["microseconds"] for r in found if r["line"]["dtype"] == "bfloat16"]
-    ratios = [t["torchops"] / t["F.linear alone"] for t in times]
+    ratios = [t["F.linear alone"] / t["torchops"] for t in times]
     return [min(ratios), max(ratios)]
 
 
@@ -310,10 +323,10 @@ def without(op: str, name: str, regime: str = "") -> float:
 
 
 def longest_without_sigmoid() -> float:
-    """By how many percent less time the linear layer alone takes at most, of cold results with millions of elements."""
+    """How many times faster the linear layer alone is at most, of cold results with millions of elements."""
     found = (r for r in render.reports(H100)["dense"].results if r.case.task == FORWARD and "linear" in r.timings)
     large = [r.timings["linear"].ratio for r in found if r.cold and r.case.shape[0] * r.case.shape[2] >= 2**20]
-    return (1 - min(large)) * 100
+    return 1 / min(large)
 
 
 def hot() -> list[float]:

@@ -28,7 +28,10 @@ from benchmarks.render import H100
 
 PAGES = [*READ, *(ROOT / f"{page}.md" for page in ("CHANGELOG", "SECURITY", "SUPPORT"))]
 # Times, and how much more or less of anything.
-MEASURED = re.compile(r"\d[\d.,]* (?:µs|ms)\b|\d[\d.]*% (?:less|more|longer|slower|faster)|\d[\d.]* of the time")
+MEASURED = re.compile(
+    r"\d[\d.,]* (?:µs|ms)\b|\d[\d.]*% (?:less|more|longer|slower|faster)|\d[\d.]* of the time"
+    r"|\d[\d.]* × (?:faster|slower|the speed)"
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

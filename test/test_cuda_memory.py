@@ -1,5 +1,5 @@
-"""What gate_ and add_transition_ allocate on CUDA without gradients: at most what docs/guarantees.md says, however
-large the tensor. Other operators are measured where their values are tested: test_cuda_rows.py and others."""
+"""What gate_ and add_transition_ allocate on CUDA without gradients: at most what docs/guarantees_memory.md says,
+however large the tensor. Other operators are measured where their values are tested: test_cuda_rows.py and others."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_other_blocks_of(page: Path) -> None:
 
 # By page, the sources that ctest builds and that its C++ and CMake quote.
 QUOTED = {
-    "docs/guarantees.md": ["test/cpp/downstream/CMakeLists.txt", "test/cpp/downstream/main.cpp"],
+    "docs/guarantees_integration.md": ["test/cpp/downstream/CMakeLists.txt", "test/cpp/downstream/main.cpp"],
     "docs/ladder.md": ["examples/ladder/dense_loops.cpp"],
     "docs/serving.md": ["examples/serving/serve.cpp"],
     "docs/adding_an_operator.md": ["src/cuda/gemm/table.def"],  # test_cuda_build.py compiles what it adds to it
@@ -352,7 +352,7 @@ def dispatch_table() -> str:
 
 
 def test_dispatch_table() -> None:
-    page = DOCS / "dispatcher.md"
+    page = DOCS / "dispatch_table.md"
     if os.environ.get("EXPECTTEST_ACCEPT"):
         page.write_text(TABLE.sub(lambda _: dispatch_table(), page.read_text()))
     assert TABLE.findall(page.read_text()) == [dispatch_table()], "EXPECTTEST_ACCEPT=1 writes it anew"

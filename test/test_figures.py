@@ -120,33 +120,120 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         "The bound for stages 1 and 3, copying their bytes, is {:.2f} ms each",
         lambda: [committed.stage_bound()],
     ),
-    (
-        "docs/gates.md",
-        "Forward, the calls take {:.0f} to {:.0f}% less time than with `torch.compile`",
-        committed.forward_of_streams,
+    *(
+        (
+            "docs/gates.md",
+            f"| `{op}`, {name} | {{:.2f}} ms, {{:.0f}} MiB | {{:.2f}} ms, {{:.0f}} MiB | {{:.2f}} ms, {{:.0f}} MiB |",
+            partial(committed.times_and_memory, op, task),
+        )
+        for op in ("gate", "glu")
+        for name, task in (("inference", FORWARD), ("training", BACKWARD))
     ),
     (
         "docs/gates.md",
-        "With backward, they take {:.0f} to {:.0f}% less where the [one pass](#how-the-kernels-work) makes all"
-        " gradients: with up to 128 features, unless `v` is float32. `glu` of 256 features takes {:.0f}% less. The"
-        " other calls of `gate` take from {:.0f}% less to {:.0f}% more, with {:.0f} to {:.0f}% less memory or, with 64",
-        committed.training_of_streams,
+        "is {:.2f} × faster than with `torch.compile`, and takes more memory: {:.0f} MiB instead of {:.0f} (eager mode:"
+        " {:.0f})",
+        committed.of_deep_swiglu,
+    ),
+    (
+        "docs/gates.md",
+        "`gate` of 262144 rows of 128 features is {:.2f} × faster than with `torch.compile`",
+        lambda: [committed.exact("gate", BACKWARD)],
+    ),
+    (
+        "docs/gate_tables.md",
+        "No call in the table takes more than {:.0f}% longer than with `torch.compile`",
+        lambda: [committed.longest()],
+    ),
+    (
+        "docs/gate_tables.md",
+        "In float32, forward, `gate` is {:.2f} × faster and `glu` {:.2f} × faster than with `torch.compile`. Forward"
+        " and backward, `gate` is {:.2f} × faster and `glu` {:.2f} × faster. Training gains little because the"
+        " gradients compute the matmuls again. `glu` is then {:.2f} × faster than packed.",
+        lambda: [
+            *(committed.exact(op, task) for task in (FORWARD, BACKWARD) for op in ("gate", "glu")),
+            committed.exact("glu", BACKWARD, PACKED),
+        ],
+    ),
+    (
+        "docs/gate_tables.md",
+        "In these sizes, forward is {:.2f} to {:.2f} × faster than eager mode, and forward and backward are {:.2f} to"
+        " {:.2f} × faster.",
+        committed.odd_rows,
+    ),
+    (
+        "docs/gate_tables.md",
+        "Each call is {:.2f} to {:.2f} × faster than with `torch.compile`, packed or not",
+        committed.portable_gains,
+    ),
+    (
+        "docs/gate_tables.md",
+        "In bfloat16, `dense` runs at {:.2f} to {:.2f} × the speed of `F.linear` alone",
+        committed.portable_dense,
+    ),
+    ("docs/gate_tables.md", "| forward | {:.2f} to {:.2f} × faster | |", committed.forward_of_streams),
+    (
+        "docs/gate_tables.md",
+        "where [one pass](gate_kernels.md#on-an-h100-or-h200) makes all gradients | {:.2f} to {:.2f} × faster | |",
+        lambda: committed.training_of_streams()["one pass"],
+    ),
+    (
+        "docs/gate_tables.md",
+        "| `glu` of 256 features, forward and backward | {:.2f} × faster | |",
+        lambda: committed.training_of_streams()["glu"],
+    ),
+    (
+        "docs/gate_tables.md",
+        "| other `gate`, forward and backward | {:.2f} to {:.2f} × the speed | {:.0f} to {:.0f}% less, or the same with"
+        " 64 features |",
+        lambda: committed.training_of_streams()["gate"],
+    ),
+    *(
+        (
+            "docs/gate_tables.md",
+            f"| {name} | {{:.2f}} to {{:.2f}} × the speed | {{:.2f}} to {{:.2f}} × the speed |",
+            partial(committed.by_cublas_in_both, op, against),
+        )
+        for name, op, against in (
+            ("`gate`", "gate", "torch.compile"),
+            ("`glu`", "glu", "torch.compile"),
+            ("`glu`, compared with packed", "glu", PACKED),
+            ("`dense`", "dense", "torch.compile"),
+        )
+    ),
+    *(
+        (
+            "docs/gate_tables.md",
+            f"| {rows}, {features} | {task} | {{:.2f}} | {{:.2f}} | {{:.2f}} | {{:.2f}} |",
+            partial(committed.on_a_cpu_of_eager, rows, features, task),
+        )
+        for rows, features, task in ((4096, 1024, FORWARD), (4096, 1024, BACKWARD), (65536, 128, BACKWARD))
+    ),
+    (
+        "docs/gate_tables.md",
+        "| the same in [another run](../benchmarks/results/2-core-amd-epyc-avx-512/gate.md) | forward and backward"
+        " | {:.2f} | {:.2f} | {:.2f} | {:.2f} |",
+        lambda: [
+            case(EPYC, op, f"forward and backward (65536, 128, 128) {dtype}")["eager"].ratio
+            for dtype in ("float32", "bfloat16")
+            for op in ("gate", "glu")
+        ],
+    ),
+    (
+        "docs/split_products.md",
+        "`gate` is {:.2f} × faster than with `torch.compile`, and `glu` is {:.2f} × faster",
+        lambda: [committed.exact(op, FORWARD) for op in ("gate", "glu")],
+    ),
+    (
+        "docs/fused_epilogue.md",
+        "`F.linear` alone is at most {:.2f} × faster",
+        lambda: [committed.longest_without_sigmoid()],
     ),
     (
         "docs/limits.md",
         "a bfloat16 `gate` of 1048576 rows and 128 features takes {:.0f} µs (fused kernel: {:.0f}, `torch.compile`:"
         " {:.0f}), in training {:.0f} µs (`torch.compile`: {:.0f})",
         committed.portable,
-    ),
-    (
-        "docs/gates.md",
-        "Each call takes {:.0f} to {:.0f}% less time than with `torch.compile`, with value and gate packed",
-        committed.portable_gains,
-    ),
-    (
-        "docs/fused_epilogue.md",
-        "In bfloat16, these take {:.2f} to {:.2f} of the time of `F.linear` alone",
-        committed.portable_dense,
     ),
     (
         "docs/triangle_update.md",
@@ -183,80 +270,9 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         committed.on_a_cpu,
     ),
     (
-        "docs/gates.md",
-        "{:.0f} MiB on top of the inputs, where `torch.compile` takes {:.0f} and eager mode {:.0f}",
-        committed.kept,
-    ),
-    (
-        "docs/gates.md",
-        "`gate` takes {:.2f} to {:.2f} of the time of `torch.compile` in the forward pass. In training it takes {:.2f}"
-        " to {:.2f}, because",
-        lambda: [ratio for task in (FORWARD, BACKWARD) for ratio in committed.by_cublas("gate", task)],
-    ),
-    (
-        "docs/gates.md",
-        "`glu` takes {:.2f} to {:.2f} of that time forward and {:.2f} to {:.2f} in training. It works",
-        lambda: [ratio for task in (FORWARD, BACKWARD) for ratio in committed.by_cublas("glu", task)],
-    ),
-    (
-        "docs/gates.md",
-        "then `glu` takes {:.2f} to {:.2f} forward and {:.2f} to {:.2f} in training.",
-        lambda: [ratio for task in (FORWARD, BACKWARD) for ratio in committed.by_cublas("glu", task, PACKED)],
-    ),
-    (
-        "docs/gates.md",
-        "`dense` takes {:.2f} to {:.2f} forward and {:.2f} to {:.2f} in training.",
-        lambda: [ratio for task in (FORWARD, BACKWARD) for ratio in committed.by_cublas("dense", task)],
-    ),
-    (
-        "docs/gates.md",
-        "In these sizes, forward takes {:.0f} to {:.0f}% less time than eager mode, and forward and backward {:.0f} to"
-        " {:.0f}%.",
-        committed.odd_rows,
-    ),
-    (
-        "docs/gates.md",
-        "`gate` and `glu` take {:.2f} to {:.2f} of the time of eager mode forward and backward",
-        lambda: [pick(committed.on_a_cpu_of_eager(4096, 1024)) for pick in (min, max)],
-    ),
-    (
-        "docs/gates.md",
-        "Forward alone, they take {:.2f} and {:.2f} of it in float32, and {:.2f} and {:.2f} in bfloat16",
-        lambda: committed.on_a_cpu_of_eager(4096, 1024, FORWARD),
-    ),
-    (
-        "docs/gates.md",
-        "they take {:.0f} and {:.0f}% less time in float32, and {:.0f} and {:.0f}% in bfloat16, forward and backward",
-        lambda: [(1 - part) * 100 for part in committed.on_a_cpu_of_eager(65536, 128)],
-    ),
-    (
-        "docs/gates.md",
-        "In [another run](benchmarks.md#on-a-cpu), these were {:.0f} and {:.0f}%, and {:.0f} and {:.0f}%",
-        lambda: [
-            (1 - 1 / case(EPYC, op, f"forward and backward (65536, 128, 128) {dtype}")["eager"].ratio) * 100
-            for dtype in ("float32", "bfloat16")
-            for op in ("gate", "glu")
-        ],
-    ),
-    (
         "docs/ring_allreduce.md",
         "the ring takes {:.0f} µs for 4 KiB, {:.1f} times as long as the library",
         committed.first_message,
-    ),
-    (
-        "docs/gates.md",
-        "No call in the table takes more than {:.0f}% longer than with `torch.compile`",
-        lambda: [committed.longest()],
-    ),
-    (
-        "docs/gates.md",
-        "In float32, `gate` and `glu` take {:.0f} and {:.0f}% less time forward. Forward and backward, they take only"
-        " {:.0f} and {:.0f}% less, because the gradients compute the products again, and `glu` takes {:.0f}% less than"
-        " with value and gate packed",
-        lambda: [
-            *(-committed.exact(op, task) for task in (FORWARD, BACKWARD) for op in ("gate", "glu")),
-            -committed.exact("glu", BACKWARD, PACKED),
-        ],
     ),
     (
         "docs/compiler.md",
@@ -312,20 +328,6 @@ QUOTATIONS: tuple[tuple[str, str, Figures], ...] = (
         "docs/ring_allreduce.md",
         "gets {:.2f} of the library's bandwidth on 1 GiB; with whole chunks it gets {:.2f}",
         lambda: [committed.bandwidth_of_ring("ring"), committed.bandwidth_of_ring("ring, whole chunks")],
-    ),
-    (
-        "docs/fused_epilogue.md",
-        "`F.linear` alone takes at most {:.0f}% less time",
-        lambda: [committed.longest_without_sigmoid()],
-    ),
-    (
-        "docs/fused_epilogue.md",
-        "`gate` takes {:.0f} µs, and `torch.compile` {:.0f} µs; `glu` takes {:.0f} µs, and `torch.compile` {:.0f} µs",
-        lambda: [
-            committed.gates("gates", op, [262144, 128, 128], FORWARD, "float32")[way]
-            for op in ("gate", "glu")
-            for way in ("torchops", "torch.compile")
-        ],
     ),
     (
         H100_TABLES,

@@ -71,7 +71,7 @@ def gate(v: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     Memory: the result, and at most scratch for a few rows at a time; backward on CUDA may copy 16-bit rows that are no
     multiple of 16 bytes. Backward reads ``x`` and ``w``, and ``v`` if the gate is trained, and computes the gate
     again. Where that is slow, such as with many features in, training keeps ``x @ w.T + b``, a tensor of the result's
-    size: see `The gradient computes the gate again` in ``docs/gates.md``.
+    size: see `Where results of matmuls are kept` in ``docs/gate_training.md``.
 
     Returns:
         A new contiguous tensor of the shape and dtype of ``v``.
@@ -141,7 +141,7 @@ def glu(
     Memory: the result, and at most scratch for a few rows at a time; backward on CUDA may copy 16-bit rows that are no
     multiple of 16 bytes. Backward reads ``x`` and the weights, and computes both factors again. Where that is slow,
     such as with many features in, training keeps ``x @ w.T + b`` and ``x @ wg.T + bg``, two tensors of the result's
-    size: see `The gradient computes the gate again` in ``docs/gates.md``.
+    size: see `Where results of matmuls are kept` in ``docs/gate_training.md``.
 
     Returns:
         A new contiguous tensor of shape ``(..., out_features)`` and of the dtype of the weights.
