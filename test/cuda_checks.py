@@ -11,6 +11,8 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from torchops._core.devices import capability
+
 
 def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=dtype) * scale
@@ -84,7 +86,7 @@ def error(got: Tensor, exact: Tensor) -> float:
 
 def splits_float32() -> bool:
     """Whether float32 products without TF32 are split products of tensor cores."""
-    return torch.cuda.get_device_capability() in [(8, 0), (9, 0)]
+    return capability(0) in [(8, 0), (9, 0)]
 
 
 def assert_accurate(got: Tensor, eager: Tensor, exact: Tensor) -> None:

@@ -90,6 +90,7 @@ from triangle_update_samples import (
 )
 
 import torchops
+from torchops._core.devices import capability
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -157,7 +158,7 @@ class OpCase:
 
     def devices(self) -> list[str]:
         cuda = torch.cuda.is_available() and torch._C._dispatch_has_kernel_for_dispatch_key(self.qualified, "CUDA")
-        return ["cpu", "cuda"] if cuda and torch.cuda.get_device_capability() >= self.capability else ["cpu"]
+        return ["cpu", "cuda"] if cuda and capability(0) >= self.capability else ["cpu"]
 
     def pure(self, *args: Any, **kwargs: Any) -> Tensor:
         """The operator as a function: one that mutates runs on a copy of its argument, which is returned."""

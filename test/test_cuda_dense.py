@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torchops
 from torchops._core import _build_info
+from torchops._core.devices import capability
 
 if not torch.cuda.is_available() or not _build_info.cuda_version:
     pytest.skip("needs a GPU and a build with CUDA", allow_module_level=True)
@@ -209,7 +210,7 @@ def takes_one_pass(x: Tensor, w: Tensor, b: Tensor | None, grad: Tensor, *, path
     return any(re.search("(OnePass|InputGradients)Kernel", name) for name in names)
 
 
-HAS_ONE_PASS = torch.cuda.get_device_capability() == (9, 0) and "9.0a" in _build_info.gemm_architectures
+HAS_ONE_PASS = capability(0) == (9, 0) and "9.0a" in _build_info.gemm_architectures
 needs_one_pass = pytest.mark.skipif(not HAS_ONE_PASS, reason="needs compute capability 9.0 and its kernels")
 
 

@@ -14,13 +14,14 @@ from torch import Tensor
 
 import torchops
 from torchops._core import _build_info
+from torchops._core.devices import capability
 
 if not torch.cuda.is_available() or not _build_info.cuda_version:
     pytest.skip("needs a GPU and a build with CUDA", allow_module_level=True)
 
 DTYPES = [torch.bfloat16, torch.float16]
 ACTIVATIONS = ["sigmoid", "silu"]
-HAS_KERNELS = torch.cuda.get_device_capability() == (9, 0) and "9.0a" in _build_info.gemm_architectures
+HAS_KERNELS = capability(0) == (9, 0) and "9.0a" in _build_info.gemm_architectures
 
 
 def weights(n: int, k: int, dtype: torch.dtype) -> list[Tensor]:

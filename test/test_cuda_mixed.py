@@ -18,6 +18,7 @@ from torch import Tensor
 
 import torchops
 from torchops._core import _build_info
+from torchops._core.devices import capability
 
 if not torch.cuda.is_available() or not _build_info.cuda_version:
     pytest.skip("needs a GPU and a build with CUDA", allow_module_level=True)
@@ -53,7 +54,7 @@ def in_one_pass(call: Callable[[], object]) -> bool:
 
 
 def has_hopper_kernels(path: str) -> bool:
-    return path == "auto" and torch.cuda.get_device_capability() == (9, 0)
+    return path == "auto" and capability(0) == (9, 0)
 
 
 def rows_of(rows: int, columns: int, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,8 @@ from op_db import OpCase
 from test_profiler import kernels
 from test_scaled import CUDA, arguments, assert_exact, glu, of_each
 
+from torchops._core.devices import capability
+
 if not CUDA:
     pytest.skip("needs a GPU of compute capability 8.9 and a build with CUDA", allow_module_level=True)
 
@@ -35,7 +37,7 @@ def test_values(op: OpCase, shape: Any, scales: str, bias: torch.dtype | None) -
         assert_exact(op, given | {"bg": bg, "activation": "silu"})
 
 
-@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0")
+@pytest.mark.skipif(capability(0) != (9, 0), reason="needs a GPU of compute capability 9.0")
 @pytest.mark.parametrize("bias", BIASES, ids=str)
 @of_each
 def test_nothing_is_cast(op: OpCase, bias: torch.dtype | None) -> None:

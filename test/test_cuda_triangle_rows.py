@@ -14,8 +14,9 @@ from triangle_reference import rows_weights as weights
 from triangle_reference import triangle_multiplicative_update as reference
 
 import torchops
+from torchops._core.devices import capability
 
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+if not torch.cuda.is_available() or capability(0) != (9, 0):
     pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
 
 import torch.distributed as dist

@@ -16,7 +16,8 @@ from op_db import OPS
 
 import torchops
 from torchops._core import _build_info
-from torchops._core.info import code_for, dense_on, gemm_on, report, square_matmul_on
+from torchops._core.gpu_kernels import Gpu, code_for
+from torchops._core.info import report
 
 SETTINGS = """
 import torch
@@ -129,25 +130,88 @@ def test_dispatch_keys() -> None:
 )
 def test_what_a_gpu_runs(capability: tuple[int, int], architectures: list[str], code: str | None) -> None:
     assert code_for(capability, architectures) == code
-    for way in (dense_on, square_matmul_on):
-        assert way(capability, architectures, []).startswith("no kernel") == (code is None)
+    gpu = Gpu(capability, architectures, [], True)
+    assert gpu.facts["code"] == (code or "none")
+    assert ("dense, gate, glu" in gpu.kernels) == (code is not None)
 
 
-def test_fused_on_hopper_alone() -> None:
-    default = (["8.0+PTX", "9.0"], ["9.0a"])
-    assert gemm_on((9, 0), *default) == "kernels of 9.0a"
-    assert "also with TF32" in dense_on((9, 0), *default)
-    assert square_matmul_on((9, 0), *default).startswith("in place with no scratch")
-    for capability in ((8, 0), (8, 9), (10, 0)):
-        assert gemm_on(capability, *default) == f"none for {capability[0]}.{capability[1]}"
-        way = dense_on(capability, *default)
-        assert way.startswith("fused kernels (float16, bfloat16, float32 without TF32), else cuBLAS")
-        assert "in place" not in square_matmul_on(capability, *default)
+DEFAULT = (["8.0+PTX", "9.0"], ["9.0a"], True)
 
 
-def test_hopper_without_its_kernels_is_told_what_to_do() -> None:
-    assert gemm_on((9, 0), ["8.0+PTX"], []).startswith("none in this build: build with 9.0 in TORCH_CUDA_ARCH_LIST")
-    assert "also with TF32" not in dense_on((9, 0), ["8.0+PTX"], [])
+def test_each_operator_on_hopper() -> None:
+    gpu = Gpu((9, 0), *DEFAULT)
+    assert gpu.needs == []
+    assert gpu.kernels["dense, gate, glu"].startswith("fused kernels in float16, bfloat16 and float32, else cuBLAS")
+    assert gpu.kernels["square_matmul_"].startswith("in place with no scratch")
+    assert gpu.kernels["transition"].startswith("one kernel in 16 bits up to 128 features")
+    assert gpu.kernels["triangle_attention"].startswith("Triton kernels")
+    assert max(len(f"    {name + ':':19}{text}") for name, text in gpu.facts.items()) <= 120
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
+def test_each_operator_on_others(capability: tuple[int, int]) -> None:
+    gpu = Gpu(capability, *DEFAULT)
+    assert gpu.needs == []
+    assert gpu.kernels["dense, gate, glu"].startswith("fused kernels in float16, bfloat16 and float32 without TF32")
+    assert gpu.kernels["transition"] == gpu.kernels["square_matmul_"] == "panels of rows: cuBLAS, then one pass"
+    assert gpu.kernels["*_scaled"].startswith("none") == (capability == (8, 0))
+    assert gpu.kernels.keys() == Gpu((9, 0), *DEFAULT).kernels.keys()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "needs"),
+    [
+        (Gpu((9, 0), [], [], True), ["a build with CUDA: see docs/install.md"]),
+        (Gpu((9, 0), ["8.0+PTX"], [], True), ["a build with 9.0 in TORCH_CUDA_ARCH_LIST"]),
+        (Gpu((8, 9), ["9.0"], ["9.0a"], True), ["a build with 8.9 in TORCH_CUDA_ARCH_LIST"]),
+        (Gpu((7, 5), ["8.0+PTX"], [], True), ["a GPU of compute capability 8.0 or newer"]),
+        (Gpu((9, 0), *DEFAULT[:2], False), ["Triton, for triangle_attention"]),
+    ],
+)
+def test_what_a_gpu_needs_for_more(gpu: Gpu, needs: list[str]) -> None:
+    assert gpu.needs == needs
+    assert gpu.facts["more with"] == needs[0]
+
+
+def test_a_build_without_kernels_has_attention() -> None:
+    assert Gpu((9, 0), [], [], True).kernels.keys() == {"all but triangle_attention", "triangle_attention"}
+    assert Gpu((9, 0), [], [], False).kernels["triangle_attention"] == "PyTorch's operators, in panels of rows"
+
+
+PRETENDED = """
+import torch, torchops
+from torchops._core.devices import capability, shared_memory
+print(*torch.ops.myops._pretended_device(), *capability(0), shared_memory(0))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("8.0", f"8 0 {163 << 10} {164 << 10} 8 0 {163 << 10}"),
+        ("8.9", f"8 9 {99 << 10} {100 << 10} 8 9 {99 << 10}"),
+    ],
+)
+def test_a_pretended_gpu(name: str, printed: str) -> None:
+    """Its properties come from the variable, so the choice among kernels can be tested on a GPU of another kind."""
+    done = python(PRETENDED, TORCHOPS_PRETEND_CAPABILITY=name)
+    assert done.stdout.strip() == printed, done.stderr
+
+
+def test_a_gpu_that_cannot_be_pretended() -> None:
+    done = python(PRETENDED, TORCHOPS_PRETEND_CAPABILITY="7.5")
+    expected = "ValueError: TORCHOPS_PRETEND_CAPABILITY: expected 8.0, 8.6, 8.9, 9.0, 10.0 or 12.0, got 7.5"
+    assert expected in done.stderr
+
+
+def python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        cwd=Path(__file__).parent,
+    )
 
 
 def test_says_for_which_architectures_gemm_kernels_exist() -> None:
@@ -168,7 +232,7 @@ def test_cuda_devices() -> None:
         assert facts["cuda_architectures"]
         assert gpus[0]["code"].startswith(("machine code of", "PTX of"))
         has_gemm = gpus[0]["capability"] == "9.0" and facts["gemm_architectures"] == ["9.0a"]
-        assert gpus[0]["GEMM"].startswith("kernels of") == has_gemm
+        assert gpus[0]["square_matmul_"].startswith("in place") == has_gemm
         assert f"  {gpus[0]['device']}" in report(facts)
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 import torchops
 from torchops._core import _build_info
+from torchops._core.devices import capability
 
-CUDA = torch.cuda.is_available() and bool(_build_info.cuda_version) and torch.cuda.get_device_capability() >= (8, 9)
+CUDA = torch.cuda.is_available() and bool(_build_info.cuda_version) and capability(0) >= (8, 9)
 DEVICES = ["cpu", *(["cuda"] if CUDA else [])]
 # leading sizes, in, out
 SHAPES: list[Any] = [

@@ -50,6 +50,7 @@ myops::_layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? 
 myops::_layer_norm_(Tensor(a!) x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)
 myops::_layer_norm_backward(Tensor grad, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
 myops::_linear(Tensor x, Tensor w, Tensor? b=None) -> Tensor
+myops::_pretended_device() -> int[]
 myops::_saved_copy(Tensor x) -> Tensor
 myops::_softmax_backward(Tensor grad, Tensor y, int dim) -> Tensor
 myops::_transition(Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, Tensor? down_bias, float eps, bool add_residual) -> (Tensor, Tensor, Tensor)
@@ -116,6 +117,7 @@ myops::_layer_norm                               x    x     .         .         
 myops::_layer_norm_                              x    x     .         x                x              .            .             .                 x
 myops::_layer_norm_backward                      x    x     .         .                .              .            .             .                 x
 myops::_linear                                   .    x     x         .                .              x            x             x                 x
+myops::_pretended_device                         .    .     .         .                .              .            .             .                 .
 myops::_saved_copy                               .    x     x         .                .              .            .             x                 x
 myops::_softmax_backward                         .    x     x         .                .              .            .             x                 x
 myops::_transition                               x    x     .         .                .              .            .             .                 x

@@ -9,6 +9,7 @@
 
 #include <optional>
 
+#include "cuda/base/device.h"
 #include "cuda/linear/launch.h"
 #include "cuda/linear/operand.h"
 #include "cuda/linear/products.h"
@@ -25,7 +26,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 void check_capability(const char* op) {
-  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  const cudaDeviceProp& device = device_properties();
   TORCH_CHECK(device.major > 8 || (device.major == 8 && device.minor >= 9), op,
               ": expected a GPU of compute capability 8.9 or higher for float8_e4m3fn, got ", device.major, ".",
               device.minor);

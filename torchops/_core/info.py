@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 from torchops._core import _build_info
 from torchops._core import library as _library
+from torchops._core.devices import capability
+from torchops._core.gpu_kernels import Gpu
 
 # The table omits keys without a kernel of ours.
 _KEYS = (
@@ -26,57 +29,10 @@ def dispatch_keys() -> dict[str, list[str]]:
     return {name: [key for key in _KEYS if has_kernel(name, key)] for name in names}
 
 
-def code_for(capability: tuple[int, int], architectures: list[str]) -> str | None:
-    """Which of the architectures in the library a GPU runs: machine code of its own kind, or else PTX.
-
-    Machine code of 8.0 runs on 8.0 to 8.9, that of 9.0a on 9.0 alone, that of 10.0f on 10.0 to 10.9. PTX (of 8.0+PTX)
-    is compiled by the driver, for any later GPU.
-    """
-    runs, compiles = [], []
-    for entry in architectures:
-        number, _, ptx = entry.partition("+")
-        exact, family = number.endswith("a"), number.endswith("f")
-        major, minor = (int(part) for part in number.rstrip("af").split("."))
-        if capability == (major, minor) or (not exact and capability[0] == major and capability[1] > minor):
-            runs.append((major, minor, exact or family, f"machine code of {number}"))
-        if ptx and not exact and not family and capability >= (major, minor):
-            compiles.append((major, minor, False, f"PTX of {number}"))
-    return max(runs or compiles)[-1] if runs or compiles else None
-
-
 def allows_tf32(dtype: torch.dtype) -> bool:
     """Whether products of this dtype may be computed in TF32 on a GPU. Both of torch's interfaces set what is read
     here; `allow_tf32`, the old one, raises when the new one has been used."""
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-def gemm_on(capability: tuple[int, int], architectures: list[str], gemm_architectures: list[str]) -> str:
-    """The GEMM kernels of torchops that a GPU uses; they fuse what surrounds a product."""
-    number = ".".join(map(str, capability))
-    if code_for(capability, gemm_architectures) is not None:
-        return "kernels of " + ", ".join(entry for entry in gemm_architectures if code_for(capability, [entry]))
-    if capability == (9, 0) and architectures:
-        return f"none in this build: build with {number} in TORCH_CUDA_ARCH_LIST for faster dense and square_matmul"
-    return f"none for {number}"
-
-
-def dense_on(capability: tuple[int, int], architectures: list[str], gemm_architectures: list[str]) -> str:
-    """How dense is computed on a GPU."""
-    two_steps = "cuBLAS, then one pass for bias and sigmoid"
-    if code_for(capability, architectures) is None:
-        return "no kernel for this GPU: build with it in TORCH_CUDA_ARCH_LIST"
-    tf32 = " also with TF32" if code_for(capability, gemm_architectures) is not None else " without TF32"
-    return f"fused kernels (float16, bfloat16, float32{tf32}), else {two_steps}"
-
-
-def square_matmul_on(capability: tuple[int, int], architectures: list[str], gemm_architectures: list[str]) -> str:
-    """How square_matmul_ is computed on a GPU."""
-    panels = "cuBLAS, panel by panel through bounded scratch"
-    if code_for(capability, architectures) is None:
-        return "no kernel for this GPU: build with it in TORCH_CUDA_ARCH_LIST"
-    if code_for(capability, gemm_architectures) is not None:
-        return f"in place with no scratch (float16, bfloat16), few rows by a copy of them, else {panels}"
-    return panels
 
 
 def _cpu_name() -> str:
@@ -99,17 +55,14 @@ def _devices(architectures: list[str], gemm_architectures: list[str]) -> list[di
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
-        capability = (properties.major, properties.minor)
-        build = (capability, architectures, gemm_architectures)
-        kernels = {"GEMM": gemm_on(*build), "dense": dense_on(*build), "square_matmul_": square_matmul_on(*build)}
+        gpu = Gpu(capability(index), architectures, gemm_architectures, find_spec("triton") is not None)
         gpus.append(
             {
                 "device": f"cuda:{index}",
                 "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
+                "capability": gpu.number,
                 "memory": f"{properties.total_memory / 2**30:.0f} GiB",
-                "code": code_for(capability, architectures) or "none",
-                **(kernels if architectures else dict.fromkeys(kernels, "none: built without CUDA")),
+                **gpu.facts,
             }
         )
     return [cpu, *gpus]
@@ -119,8 +72,8 @@ def info() -> dict[str, Any]:
     """What ``python -m torchops`` prints, as a dictionary that can be written as JSON.
 
     Keys: ``version``, ``library`` (path), ``built_for`` and ``running_on`` (versions), ``cuda_architectures``,
-    ``gemm_architectures`` (those that have GEMM kernels of their own), ``devices`` (each with what it is and which way
-    :func:`torchops.dense` and, on a GPU, :func:`torchops.square_matmul_` take there), ``kernel_path`` (see
+    ``gemm_architectures`` (those that have GEMM kernels of their own), ``devices`` (each with what it is, what computes
+    each operator there, and on a GPU what it would take to have more), ``kernel_path`` (see
     :func:`torchops.cuda.kernel_path`) and ``dispatch_keys`` of every operator. Needs no GPU.
 
     Example:
@@ -167,7 +120,7 @@ def report(facts: dict[str, Any]) -> str:
     for device in facts["devices"]:
         first, *rest = device.items()
         lines.append(f"  {first[1]}")
-        lines.extend(f"    {name + ':':16}{value}" for name, value in rest)
+        lines.extend(f"    {name + ':':19}{value}" for name, value in rest)
     lines.append("kernels:")
     return "\n".join([*lines, *_table(facts["dispatch_keys"])])
 

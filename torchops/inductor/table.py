@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from torchops._core.info import allows_tf32, code_for
+from torchops._core.devices import capability
+from torchops._core.gpu_kernels import code_for
+from torchops._core.info import allows_tf32
 from torchops.inductor.graph import holds
 
 PATH = Path(__file__).with_name("table.json")
@@ -135,7 +137,7 @@ def runs_on(device: torch.device) -> tuple[str, str]:
     if device.type == "cuda":
         # Graphs can also be compiled for a GPU that this machine doesn't have.
         here = torch.cuda.is_available()
-        return "cuda", "{}.{}".format(*torch.cuda.get_device_capability(device)) if here else "unknown"
+        return "cuda", "{}.{}".format(*capability(device)) if here else "unknown"
     return device.type, torch.backends.cpu.get_cpu_capability()
 
 
@@ -152,4 +154,4 @@ def has_kernels(device: torch.device) -> bool:
     from torchops._core import _build_info
 
     architectures = [entry for entry in _build_info.gemm_architectures.split(";") if entry]
-    return code_for(torch.cuda.get_device_capability(device), architectures) is not None
+    return code_for(capability(device), architectures) is not None

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchops._core.devices import capability
 from torchops.ops.attention import triangle_attention
 from torchops.ops.gates import dense, dense_scaled, gate, gate_, glu, sigmoid, sigmoid_
 from torchops.ops.matmul import square_matmul, square_matmul_
@@ -200,7 +201,7 @@ def check() -> list[Result]:
     results = []
     for device in ("cpu", *gpus):
         results += [_checked(case, device, dtype) for case in _cases() for dtype in _DTYPES]
-        if device == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9):
+        if device == "cpu" or capability(torch.device(device)) >= (8, 9):
             results.append(_checked_float8(device))
     return results
 

@@ -2,6 +2,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include "cuda/base/device.h"
+
 // How many clusters of blocks a GPU can hold. No torch headers.
 namespace torchops::cuda {
 
@@ -19,10 +21,8 @@ cudaError_t query_clusters(Kernel kernel, int blocks, int threads, int shared_by
   cudaFuncAttributes attributes;
   cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   if (error != cudaSuccess || attributes.ptxVersion < 90) return error;
-  int device = 0, most = 0;
-  error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error != cudaSuccess || shared_bytes + static_cast<int>(attributes.sharedSizeBytes) > most) return error;
+  const cudaDeviceProp& device = device_properties();
+  if (device.major < 9 || shared_bytes + attributes.sharedSizeBytes > device.sharedMemPerBlockOptin) return error;
   error = allow_shared(kernel, shared_bytes);
   if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error != cudaSuccess) return error;

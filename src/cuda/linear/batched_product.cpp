@@ -6,6 +6,7 @@
 
 #include <optional>
 
+#include "cuda/base/device.h"
 #include "cuda/gemm/ways.h"
 #include "cuda/linear/launch.h"
 #include "cuda/linear/split_product.h"
@@ -43,8 +44,7 @@ std::optional<Factor> transposed_factor(const Tensor& t) {
 bool product_without_workspace(const Tensor& out, const Tensor& a, const Tensor& b) {
   const at::ScalarType dtype = out.scalar_type();
   if ((dtype != at::kBFloat16 && dtype != at::kHalf) || a.scalar_type() != dtype || b.scalar_type() != dtype ||
-      out.numel() == 0 || a.size(2) == 0 || at::cuda::getCurrentDeviceProperties()->major < 9 ||
-      cublasGemmStridedBatchedEx_64 == nullptr) {
+      out.numel() == 0 || a.size(2) == 0 || device_properties().major < 9 || cublasGemmStridedBatchedEx_64 == nullptr) {
     return false;
   }
   const auto of_a = transposed_factor(a), of_b = transposed_factor(b), to = transposed_factor(out);

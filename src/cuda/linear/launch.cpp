@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <cudaTypedefs.h>
 
+#include "cuda/base/device.h"
 #include "cuda/gemm/driver.h"
 #include "cuda/linear/operand.h"
 #include "ops/kernel_path.h"
@@ -28,7 +29,7 @@ void bind_context() {
 // Whether the kernels of sm90/ are for the current device and the thread's KernelPath allows them. Warns once if they
 // are, but this build lacks them. Afterwards, the calling thread has a CUDA context.
 bool runs_sm90() {
-  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  const cudaDeviceProp& device = device_properties();
   if (device.major != 9 || device.minor != 0 || detail::kernel_path() == detail::KernelPath::kPortable) return false;
   if (!has_sm90_kernels()) {
     TORCH_WARN_ONCE(

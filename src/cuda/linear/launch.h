@@ -9,6 +9,7 @@
 #include <optional>
 #include <utility>
 
+#include "cuda/base/device.h"
 #include "cuda/gemm/choose.h"
 
 // From torch to the kernels: what a device can run, and launching the chosen kernel.
@@ -20,7 +21,7 @@ std::optional<Element> element_of(at::ScalarType dtype);
 /// The case of products on the current device, by whatever computes them. Other elements than those of kernels count as
 /// TF32.
 inline Case case_of(int64_t m, int64_t n, int64_t k, at::ScalarType dtype, int64_t batch = 1) {
-  const int sm_count = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  const int sm_count = device_properties().multiProcessorCount;
   return {m, n, k, batch, element_of(dtype).value_or(Element::kTF32), sm_count};
 }
 
@@ -34,7 +35,7 @@ std::optional<Case> split_case(int64_t m, int64_t n, int64_t k, at::ScalarType d
 
 /// The same for linear/sm80.cuh.
 inline std::optional<Case> sm80_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype) {
-  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  const cudaDeviceProp& device = device_properties();
   if (device.major < 8 || (dtype != at::kBFloat16 && dtype != at::kHalf)) return std::nullopt;
   return case_of(m, n, k, dtype);
 }

@@ -11,6 +11,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/strides.h>
 
+#include "cuda/base/device.h"
 #include "cuda/linear/split_product.h"
 
 namespace torchops::cuda {
@@ -25,7 +26,7 @@ int64_t even_step(int64_t rows, int64_t step) {
 
 int64_t rows_of_panel(int64_t rows, const at::Tensor& w, bool adds_bias, int64_t scratch_bytes, int64_t most_bytes) {
   constexpr int64_t least_cache = int64_t{24} << 20, least_rows = int64_t{1} << 15;
-  const int64_t cache = at::cuda::getCurrentDeviceProperties()->l2CacheSize;
+  const int64_t cache = device_properties().l2CacheSize;
   const int64_t within = cache / (3 * product_row_bytes(w));
   const int64_t most = scratch_bytes > 0 ? std::max(most_bytes / scratch_bytes, int64_t{1}) : rows;
   const bool slow_bias = adds_bias && w.element_size() == 2 && w.size(0) >= 128;

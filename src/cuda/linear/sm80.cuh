@@ -9,6 +9,7 @@
 #include <optional>
 #include <type_traits>
 
+#include "cuda/base/device.h"
 #include "cuda/gemm/sm80/kernel.cuh"
 #include "cuda/gemm/sm80/resident.cuh"
 #include "cuda/linear/launch.h"
@@ -28,6 +29,7 @@ inline bool has_unit_columns(const at::Tensor& t) {
 template <class Rule, class T, Sm80Tiling tiling, int vector>
 void launch_sm80_kernel(const Sm80Arguments<T, Rule::kProducts>& p) {
   constexpr Sm80Spec spec = kSm80Spec<tiling>;
+  static_assert(spec.shared_bytes(Rule::kProducts) <= kLeastSharedBytes);
   launch_tiles<sm80_kernel<Rule, T, tiling, vector>>(p, spec.tile_m, spec.tile_n, spec.shared_bytes(Rule::kProducts),
                                                      1);
 }
@@ -61,7 +63,7 @@ bool launch_resident_kernel(ResidentArguments<Rule, T, X, V> p) {
   constexpr ResidentSpec spec = kResidentSpec<tiling>;
   constexpr auto kernel = sm80_resident_kernel<Rule, T, tiling, X, V>;
   constexpr size_t reserved_bytes = 1024;  // of shared memory, by each CTA
-  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  const cudaDeviceProp& device = device_properties();
   const auto shared_bytes = static_cast<size_t>(spec.shared_bytes(p.k));
   if (shared_bytes > device.sharedMemPerBlockOptin) return false;
   static PerDevice granted;

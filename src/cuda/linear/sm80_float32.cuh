@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContext.h>
 
+#include "cuda/base/device.h"
 #include "cuda/gemm/sm80/float32_kernel.cuh"
 #include "cuda/linear/launch.h"
 #include "cuda/linear/operand.h"
@@ -20,7 +21,7 @@ namespace torchops::cuda::gemm {
 /// times as many of TF32 in the same time. They take eight times as many on compute capability 8.0 and 9.0, and as many
 /// on 8.6, 8.9 and 12.0. kPortable is for what any of them can do.
 inline bool splits_float32() {
-  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  const cudaDeviceProp& device = device_properties();
   return (device.major == 8 || device.major == 9) && device.minor == 0 &&
          detail::kernel_path() != detail::KernelPath::kPortable;
 }
@@ -43,7 +44,7 @@ void launch_float32(const Sm80Arguments<float, Rule::kProducts>& p, const Channe
 
 /// Whether products of a dtype are computed in float32, as torch's settings want, on a device that has the kernel.
 inline bool is_exact_float32(at::ScalarType dtype) {
-  return dtype == at::kFloat && !element_of(dtype) && at::cuda::getCurrentDeviceProperties()->major >= 8;
+  return dtype == at::kFloat && !element_of(dtype) && device_properties().major >= 8;
 }
 
 /// Whether to compute such products, of m rows with k features, to n, by the kernel, if it can read them; if

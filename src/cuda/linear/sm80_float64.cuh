@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "cuda/base/device.h"
 #include "cuda/base/per_device.h"
 #include "cuda/gemm/rules.cuh"
 #include "cuda/gemm/sm80/float64_kernel.cuh"
@@ -20,7 +21,7 @@ namespace torchops::cuda::gemm {
 /// Whether to use the kernel for a dtype: for float64, where tensor cores multiply it. kPortable is for what any GPU
 /// can do.
 inline bool wants_float64(at::ScalarType dtype) {
-  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  const cudaDeviceProp& device = device_properties();
   const detail::KernelPath path = detail::kernel_path();
   return dtype == at::kDouble && (device.major == 8 || device.major == 9) && device.minor == 0 &&
          (path == detail::KernelPath::kAuto || path == detail::KernelPath::kFused);

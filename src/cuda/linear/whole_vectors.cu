@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "cuda/base/device.h"
 #include "cuda/base/vector.cuh"
 #include "cuda/linear/launch.h"
 #include "cuda/linear/operand.h"
@@ -130,7 +131,7 @@ std::optional<WholeVectors> WholeVectors::of(gemm::CopiedLayer layer, const Tens
   const int64_t out_features = w.size(0);
   const auto has_other_dtype = [&](const Tensor& t) { return t.scalar_type() != w.scalar_type(); };
   if (w.element_size() != 2 || has_other_dtype(x) || std::ranges::any_of(others, has_other_dtype) || x.numel() == 0 ||
-      !detail::is_automatic(detail::kernel_path()) || at::cuda::getCurrentDeviceProperties()->major < 8) {
+      !detail::is_automatic(detail::kernel_path()) || device_properties().major < 8) {
     return std::nullopt;
   }
   if (out_features % kElements == 0 && is_whole(w) && is_whole(x) && std::ranges::all_of(others, is_whole)) {

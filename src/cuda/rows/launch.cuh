@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "cuda/base/clusters.h"
+#include "cuda/base/device.h"
 #include "cuda/base/per_device.h"
 #include "cuda/rows/launch_groups.cuh"
 #include "cuda/rows/launch_streamed.cuh"
@@ -37,6 +38,7 @@ int cluster_for_rows() {
   int largest = 1;
   C10_CUDA_CHECK(cache.get(largest, [](int& answer) {
     constexpr int threads = Block::kMaxThreads, bytes = threads * StagedRow<T, Block, Operator>::kSharedBytes;
+    static_assert(bytes <= kLeastSharedBytes);
     const auto query = [](auto kernel, int shared_bytes, int& of_kernel) {
       return query_largest_cluster(kernel, Cluster::kMaxBlocks, threads, shared_bytes, of_kernel);
     };

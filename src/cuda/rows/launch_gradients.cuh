@@ -6,6 +6,7 @@
 #include <array>
 #include <optional>
 
+#include "cuda/base/device.h"
 #include "cuda/base/overwrite_rows.h"
 #include "cuda/rows/gradients.cuh"
 #include "cuda/rows/launch.cuh"
@@ -51,7 +52,7 @@ constexpr auto kClusterGradients = row_gradients_kernel<T, GradientCluster<Accum
 template <class T, class Operator>
 std::optional<RowDivision> divide_rows(int64_t rows, int64_t columns) {
   if (columns % kVectorSize<T> != 0) return std::nullopt;
-  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  const cudaDeviceProp& device = device_properties();
   const int64_t processors = device.multiProcessorCount, vectors = columns / kVectorSize<T>;
   const auto blocks_that_fit = [&](int threads) {
     constexpr int64_t reserved = 2048;  // per block, by the system and for its own sums
@@ -131,7 +132,7 @@ void launch_row_gradients(GradientRows<T> rows, const Operator& op, const RowDiv
       return start(kClusterGradients<T, Operator>, caches[2], kGradientThreads);
     }
     // The most that a block may have on this device, since the number of threads varies with the length of rows.
-    const auto most = at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin - 2048;
+    const auto most = device_properties().sharedMemPerBlockOptin - 2048;
     start(row_gradients_kernel<T, GradientBlock, Operator>, caches[1],
           std::min<int>(kGradientThreads, static_cast<int>(most / kGradientSharedBytes)));
   }

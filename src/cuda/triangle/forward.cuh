@@ -5,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "cuda/base/device.h"
 #include "cuda/base/per_device.h"
 #include "cuda/gemm/sm80/triangle_in.cuh"
 #include "cuda/gemm/sm80/triangle_out.cuh"
@@ -21,7 +22,7 @@ namespace pair_steps {
 
 /// The kernels for a call with x in the dtype of the products. Those of sm90/ also need chosen_case().
 inline gemm::PairWays ways(const TriangleUpdate& t, bool has_sm90) {
-  const bool has_sm80 = may_run(t) && at::cuda::getCurrentDeviceProperties()->major >= 8 && gemm::element_of(t.dtype());
+  const bool has_sm80 = may_run(t) && device_properties().major >= 8 && gemm::element_of(t.dtype());
   return gemm::pair_ways(t.x.size(-1), t.weight(detail::kPA).size(0), has_sm90, has_sm80);
 }
 

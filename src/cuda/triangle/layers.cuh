@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "cuda/base/device.h"
 #include "cuda/linear/batched_product.h"
 #include "cuda/linear/products.h"
 #include "cuda/linear/sm80_float32.cuh"
@@ -30,7 +31,7 @@ inline constexpr detail::TriangleBackend kTriangleBackend{
       return at::detail::empty_cuda(sizes, options);
     },
     batched_product_out, /*multiplies_padding=*/true,
-    [] { return static_cast<int64_t>(at::cuda::getCurrentDeviceProperties()->multiProcessorCount); }};
+    [] { return static_cast<int64_t>(device_properties().multiProcessorCount); }};
 
 /// What all panels of a call share. A panel consists of whole rows of the pair matrix; its rows are positions.
 class TriangleLayers : public detail::TriangleLayout {

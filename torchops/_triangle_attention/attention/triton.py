@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from torchops._core import devices
 from torchops._core.devices import on
 from torchops._core.info import allows_tf32
 from torchops._core.triton.launch import Launch, noting
@@ -343,4 +344,4 @@ def _properties(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 4, sys.maxsize
     properties: Any = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+    return properties.multi_processor_count, devices.shared_memory(device)

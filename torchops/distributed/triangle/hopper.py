@@ -45,7 +45,7 @@ _rows_out = torch.ops.myops._triangle_rows_out.default
 def _is_hopper(device: torch.device) -> bool:
     """A GPU of compute capability 9.0, for which this build has kernels."""
     built = bool(_build_info.gemm_architectures)
-    return built and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return built and device.type == "cuda" and devices.capability(device) == (9, 0)
 
 
 def _have_kernels(x: Tensor, p_out: Tensor) -> bool:

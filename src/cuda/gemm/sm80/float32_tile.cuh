@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cuda/base/device.h"
 #include "cuda/base/vector.cuh"
 #include "cuda/gemm/sm80/float32_sums.cuh"
 #include "cuda/gemm/sm80/kernel.cuh"
@@ -23,6 +24,7 @@ struct Float32Tile {
   static constexpr uint32_t kRowBytes = kStep * sizeof(float), kWeightBytes = kColumns * kRowBytes;
   static constexpr uint32_t kInputBytes = kRows * kRowBytes, kStageBytes = (kRows + kWeightRows) * kRowBytes;
   static constexpr int kSharedBytes = kStages * static_cast<int>(kStageBytes);
+  static_assert(kSharedBytes <= kLeastSharedBytes);
 };
 
 /// A matrix of rows that are summed over. `stride` is from one line to the next: rows, or columns if rows are

@@ -5,6 +5,7 @@
 // their positions into registers, normalise them there, and multiply them with weights that come through shared memory
 // in chunks of outputs, while the next chunks are being copied.
 
+#include "cuda/base/device.h"
 #include "cuda/base/quads.cuh"
 #include "cuda/gemm/norm_vector.cuh"
 #include "cuda/gemm/sm80/kernel.cuh"

@@ -22,6 +22,7 @@ struct PairIn80 {
   static constexpr uint32_t kChunkBytes = 2 * Weights::kBytes;
   static constexpr int kChunks = 1 + static_cast<int>(Positions::kBytes / kChunkBytes);
   static constexpr size_t kSharedBytes = kChunks * kChunkBytes + kPositions * sizeof(float);
+  static_assert(kSharedBytes <= kLeastSharedBytes);
   static_assert(Positions::kBytes % kChunkBytes == 0);
   using Tile = PairTile<kPositions>;
 };

@@ -25,6 +25,7 @@ struct PairOut80 {
   static constexpr uint32_t kReusedBytes = Channels::kBytes + (kTakesTurns ? Positions::kBytes : 0);
   static constexpr int kChunks = 1 + static_cast<int>(kReusedBytes / Weights::kBytes);
   static constexpr size_t kSharedBytes = Weights::kBytes + Channels::kBytes + Positions::kBytes;
+  static_assert(kSharedBytes <= kLeastSharedBytes);
   static_assert(kReusedBytes % Weights::kBytes == 0);
   using Tile = PairTile<kPositions>;
 };
