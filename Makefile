@@ -71,7 +71,7 @@ help:
 	@echo "make test-gpu    on a machine with a GPU: build for the torch of $(PYTHON), then run the tests on CUDA"
 	@echo "make bench-gpu   on a machine with a GPU: the same build, then measure it against PyTorch"
 	@echo "make results     measure what benchmarks/results has of this CPU, and make the tables and pictures; results-gpu of this GPU"
-	@echo "make site    build the API reference into build/site"
+	@echo "make site    build the documentation, with the API reference, into build/site"
 	@echo "make ptx     compile the sigmoid kernel to build/ptx/sigmoid.ptx, and assemble it and the edited examples/ptx/*.ptx"
 	@echo "make clean   remove $(VENV) and everything built"
 	@echo "Variables: PYTHON=$(PYTHON) TORCH_VERSION=$(TORCH_VERSION) VENV=$(VENV) PIP_FLAGS PYTEST_FLAGS CUDA=$(CUDA)"
@@ -293,10 +293,12 @@ bench-gpu: gpu-build
 	$(GPU_BENCH); \
 	[ -z "$$failed" ]
 
-# The API reference from the docstrings, whose examples are run.
+# All pages, and the API reference from the docstrings, whose examples are run. A host gets build/site as it is, built with
+# GITHUB_REPOSITORY=<owner>/<name>: links to files that are no pages lead there, and otherwise into this folder.
+SPHINX = $(RUN) -m sphinx -q -W --keep-going -c docs/site -d build/pages
 site: build $(VENV)/.group-site
-	$(RUN) -m sphinx -q -W --keep-going -b html docs/site build/site
-	TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(RUN) -m sphinx -q -W -b doctest docs/site build/doctest
+	$(SPHINX) -b html . build/site
+	TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(SPHINX) -b doctest . build/doctest
 	@grep -E "^ *[1-9][0-9]* tests$$" build/doctest/output.txt  # a block that sphinx does not take for an example is none
 
 # Everything in benchmarks/results that this machine can measure, on one revision, and the tables and pictures made of it.
