@@ -20,7 +20,7 @@ import torchops
 ROOT = Path(__file__).resolve().parents[2]
 
 project = "torchops"
-author = "The torchops authors"
+author = copyright = "The torchops authors"
 version = torchops.__version__.partition("+")[0]
 release = version
 
