@@ -48,9 +48,12 @@ def _devices(architectures: list[str], gemm_architectures: list[str]) -> list[di
         "name": _cpu_name(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "dense": "panels of rows: product by "
-        + ("MKL" if torch.backends.mkl.is_available() else "ATen's BLAS")
-        + f", bias and sigmoid in the cache, with {torch.backends.cpu.get_cpu_capability()} vectors",
+        "linear layers": f"matmuls by {'MKL' if torch.backends.mkl.is_available() else 'a BLAS'} in panels of rows, "
+        f"the rest in the cache, with {torch.backends.cpu.get_cpu_capability()} vectors",
+        "triangle_attention": "PyTorch's operators, in panels of rows",
+        "softmax": "PyTorch's; in place, with bounded scratch",
+        "layer_norm": "one pass over rows of up to 4 MiB",
+        "sigmoid": "one pass",
     }
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -120,7 +123,7 @@ def report(facts: dict[str, Any]) -> str:
     for device in facts["devices"]:
         first, *rest = device.items()
         lines.append(f"  {first[1]}")
-        lines.extend(f"    {name + ':':19}{value}" for name, value in rest)
+        lines.extend(f"    {name + ':':20}{value}" for name, value in rest)
     lines.append("kernels:")
     return "\n".join([*lines, *_table(facts["dispatch_keys"])])
 
