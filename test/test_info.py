@@ -141,7 +141,7 @@ DEFAULT = (["8.0+PTX", "9.0"], ["9.0a"], True)
 def test_each_operator_on_hopper() -> None:
     gpu = Gpu((9, 0), *DEFAULT)
     assert gpu.needs == []
-    assert gpu.kernels["dense, gate, glu"].startswith("fused kernels in float16, bfloat16 and float32, else cuBLAS")
+    assert gpu.kernels["dense, gate, glu"].startswith("fused kernels in 16 bits and float32 (TF32: dense alone), else")
     assert gpu.kernels["square_matmul_"].startswith("in place with no scratch")
     assert gpu.kernels["transition"].startswith("one kernel in 16 bits up to 128 features")
     assert gpu.kernels["triangle_attention"].startswith("Triton kernels")
@@ -152,8 +152,9 @@ def test_each_operator_on_hopper() -> None:
 def test_each_operator_on_others(capability: tuple[int, int]) -> None:
     gpu = Gpu(capability, *DEFAULT)
     assert gpu.needs == []
-    assert gpu.kernels["dense, gate, glu"].startswith("fused kernels in float16, bfloat16 and float32 without TF32")
-    assert gpu.kernels["transition"] == gpu.kernels["square_matmul_"] == "panels of rows: cuBLAS, then one pass"
+    assert gpu.kernels["dense, gate, glu"].startswith("fused kernels in 16 bits and float32 without TF32, else")
+    assert gpu.kernels["transition"] == "panels of rows: layer_norm, glu and a matmul"
+    assert gpu.kernels["square_matmul_"] == "panels of rows: a copy, then a matmul"
     assert gpu.kernels["*_scaled"].startswith("none") == (capability == (8, 0))
     assert gpu.kernels.keys() == Gpu((9, 0), *DEFAULT).kernels.keys()
 

@@ -59,26 +59,26 @@ class Gpu(NamedTuple):
         if self.code is None:
             return {"all but triangle_attention": "none"} | attention
         own = self.has_own_gemm
-        products = "fused kernels in float16, bfloat16 and float32" + ("" if own else " without TF32")
-        panels = "panels of rows: cuBLAS, then one pass"
+        products = "fused kernels in 16 bits and float32 " + ("(TF32: dense alone)" if own else "without TF32")
+        in_panels = "panels of rows: layer_norm, glu and a matmul"
+        copies = "panels of rows: a copy, then a matmul"
         steps = "fused steps in 16 bits and TF32 up to 128 features and channels"
-        row = "one kernel along the last dimension, else PyTorch's"
         return {
             "dense, gate, glu": f"{products}, else cuBLAS, then one pass",
             "*_scaled": self._scaled(),
-            "transition": "one kernel in 16 bits up to 128 features, else " * own + panels,
+            "transition": "one kernel in 16 bits up to 128 features, else " * own + in_panels,
             "triangle update": steps + ", in 16 bits beyond" * own + ", else panels",
             **attention,
-            "square_matmul_": "in place with no scratch in 16 bits, else panels" if own else panels,
-            "softmax": row,
-            "layer_norm": row,
-            "sigmoid": "one kernel",
+            "square_matmul_": "in place with no scratch in 16 bits unless small, else " * own + copies,
+            "softmax": "one kernel along the last dimension or in place, else PyTorch's",
+            "layer_norm": "one kernel",
+            "sigmoid": "one kernel for contiguous tensors, else PyTorch's",
         }
 
     def _attention(self) -> str:
-        panels = "PyTorch's operators, in panels of rows"
-        has_kernels = self.has_triton and self.capability >= (8, 0)
-        return f"Triton kernels up to 128 features a head, else {panels}" if has_kernels else panels
+        if not self.has_triton or self.capability < (8, 0):
+            return "PyTorch's operators, in panels of rows"
+        return "Triton kernels up to 128 features a head, not in float64; else PyTorch's, in panels of rows"
 
     def _scaled(self) -> str:
         if self.capability < (8, 9):
