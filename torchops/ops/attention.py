@@ -55,10 +55,10 @@ def triangle_attention(
         A new dense tensor of the shape and dtype of ``q``. Its dimensions have the same order in memory as those of
         ``q``, so ``result.transpose(-3, -2).flatten(-2)`` makes no copy if ``q`` is a view with heads side by side.
 
-    Memory: the result; on CUDA, copies of the mask (in float32) and the bias; and where panels run, scratch for one of
-    them, which has at most 8 MiB unless a single row takes more. Training keeps the arguments, the result and a number
-    for each edge and head. The gradient computes the scores again. Gradients from the Triton kernels have the same bits
-    in every run.
+    Memory: the result, and a number for each edge and head; on CUDA, copies of the mask (in float32) and the bias; and
+    where panels run, scratch for one of them, which has at most 8 MiB unless a single row takes more. Training keeps
+    the arguments, the result and the numbers. The gradient computes the scores again. Gradients from the Triton kernels
+    have the same bits in every run.
 
     Raises:
         RuntimeError: the shapes do not match; devices differ; or dtypes are not supported together.
