@@ -30,8 +30,8 @@ class kernel_path:  # noqa: N801 (used as a function is, like torch.set_grad_ena
 
     On ``"auto"`` and ``"fused"``, gradients come from one pass over the rows if there is a kernel for that (compute
     capability 9.0; float16 or bfloat16; multiples of 8 features, at most 128 in and out; for ``dense`` also 192, or
-    256 of one and 128 of the other). For ``dense`` of up to 256 features in and more features out than that, a pass
-    makes all but the gradient of ``w``; on ``"auto"``, not for few rows of more than 512 features out.
+    256 of one and 128 of the other). For any other ``dense`` of up to 256 features in, a pass makes all but the
+    gradient of ``w``; on ``"auto"``, not for few rows of more than 512 features out.
 
     The path applies to the current thread, and backward takes the path of its forward pass. A thread starts with the
     path in the environment variable ``TORCHOPS_KERNEL_PATH``, or with ``"auto"``.
