@@ -153,7 +153,7 @@ def test_each_operator_on_others(capability: tuple[int, int]) -> None:
     gpu = Gpu(capability, *DEFAULT)
     assert gpu.needs == []
     assert gpu.kernels["dense, gate, glu"].startswith("fused kernels in 16 bits and float32 without TF32, else")
-    assert gpu.kernels["transition"] == "panels of rows: layer_norm, glu and a matmul"
+    assert gpu.kernels["transition"] == "panels: layer_norm, glu, a matmul"
     assert gpu.kernels["square_matmul_"] == "panels of rows: a copy, then a matmul"
     assert gpu.kernels["*_scaled"].startswith("none") == (capability == (8, 0))
     assert gpu.kernels.keys() == Gpu((9, 0), *DEFAULT).kernels.keys()

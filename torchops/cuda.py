@@ -21,8 +21,9 @@ class kernel_path:  # noqa: N801 (used as a function is, like torch.set_grad_ena
       ``gate_`` and ``glu``, that is any rows of float16 or bfloat16 with contiguous features, and those of float32
       without TF32 that are aligned to 16 bytes, to a multiple of 4 features. For triangle updates, it is up to 128
       features and channels, multiples of 8, in rows aligned to 16 bytes, in 16 bits or TF32. For more, for transitions
-      (in 16 bits), and for ``dense`` in TF32, it takes compute capability 9.0 and such rows. On compute capability 8.0
-      and 9.0, products of float32 without TF32 are split products where tensors allow, and not by cuBLAS.
+      (in 16 bits, up to 128 features and 512 hidden ones), and for ``dense`` in TF32, it takes compute capability 9.0
+      and such rows. On compute capability 8.0 and 9.0, products of float32 without TF32 are split products where
+      tensors allow, and not by cuBLAS.
     - ``"cublas"``: a product by cuBLAS, and a pass for bias and sigmoid. (16-bit ``square_matmul_`` keeps its kernel.)
     - ``"auto"``: the faster of these.
     - ``"portable"``: the same, without kernels for a single architecture: what other GPUs get, on a Hopper GPU. It

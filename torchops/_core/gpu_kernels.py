@@ -60,13 +60,13 @@ class Gpu(NamedTuple):
             return {"all but triangle_attention": "none"} | attention
         own = self.has_own_gemm
         products = "fused kernels in 16 bits and float32 " + ("(TF32: dense alone)" if own else "without TF32")
-        in_panels = "panels of rows: layer_norm, glu and a matmul"
+        in_panels = "panels: layer_norm, glu, a matmul"
         copies = "panels of rows: a copy, then a matmul"
         steps = "fused steps in 16 bits and TF32 up to 128 features and channels"
         return {
             "dense, gate, glu": f"{products}, else cuBLAS, then one pass",
             "*_scaled": self._scaled(),
-            "transition": "one kernel in 16 bits up to 128 features, else " * own + in_panels,
+            "transition": "one kernel in 16 bits up to 128 features and 512 hidden, else " * own + in_panels,
             "triangle update": steps + ", in 16 bits beyond" * own + ", else panels",
             **attention,
             "square_matmul_": "in place with no scratch in 16 bits unless small, else " * own + copies,
