@@ -130,6 +130,26 @@ def test_no_build_for_a_torch_is_an_import_error(wheels: list[Path], clean: tupl
     )
 
 
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_a_damaged_wheel_says_how_to_install_it_again(
+    wheel: Path, clean: tuple[Path, Path], tmp_path: Path, damage: str
+) -> None:
+    path = installed(merge([wheel], tmp_path / "wheel"), tmp_path / "site")
+    read = Wheel.read(wheel)
+    library = path / "torchops" / "builds" / read.local / "lib" / "libtorchops.so"
+    if damage == "missing":
+        library.unlink()
+    else:
+        with library.open("r+b") as file:
+            file.truncate(library.stat().st_size // 2)
+    result = run_python(clean[0], "import torchops", tmp_path, path)
+    assert result.returncode == 1, result.stderr  # and no crash
+    says = {"missing": f"expected {library}, ", "truncated": f"{library} does not load ("}[damage]
+    assert f"ImportError: torchops: {says}" in result.stderr
+    again = f"install the wheel again: pip install --force-reinstall --no-cache-dir --no-deps torchops=={read.version}"
+    assert f". To fix this, {again}; or rebuild torchops" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("cuda", "taken", "warns"), [("None", "cpu", False), ("'13.2'", "cu130", False), ("'12.6'", "cpu", True)]
 )

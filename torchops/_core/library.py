@@ -39,6 +39,9 @@ def load() -> None:
     built = f"torch {_build_info.torch_version} (CUDA {_build_info.cuda_version or 'off'})"
     minor = _minor(_build_info.torch_version)
     rebuild = f"rebuild torchops, in the folder with its pyproject.toml: {REBUILD}"
+    # Who has a wheel of several builds may have no clone to rebuild in.
+    again = f"install the wheel again: pip install --force-reinstall --no-cache-dir --no-deps torchops=={version}; or "
+    fix = (again if builds.FOLDER.is_dir() else "") + rebuild
     if minor != _minor(torch.__version__):
         raise ImportError(
             f"torchops: expected torch {minor}, got {installed()}. This library was built for {built}, and PyTorch's "
@@ -46,12 +49,12 @@ def load() -> None:
             f'pip install "torch=={minor}.*"'
         )
     if not library.is_file():
-        raise ImportError(f"torchops: expected {library}, built for {built}, got no such file. To fix this, {rebuild}")
+        raise ImportError(f"torchops: expected {library}, built for {built}, got no such file. To fix this, {fix}")
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
         reason = error.__cause__ or error
         raise ImportError(
             f"torchops: {library} does not load ({reason}). It was built for {built}, and the process runs "
-            f"{installed()}. To fix this, {rebuild}"
+            f"{installed()}. To fix this, {fix}"
         ) from error
