@@ -34,7 +34,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help build test test-sanitized coverage coverage-report demo ladder ladder-gpu graph bench lint format clean wheel wheel-here test-cuda-build cuda-checks gpu-build \
+.PHONY: help build test test-sanitized coverage coverage-report demo ladder ladder-gpu graph bench lint format clean wheel wheel-here release-check test-cuda-build cuda-checks gpu-build \
   test-gpu bench-gpu committed results results-gpu site ptx
 
 BIN := $(VENV)/bin
@@ -65,6 +65,7 @@ help:
 	@echo "make lint    check style and types;  make format  fix the style"
 	@echo "make build   build and install into $(VENV), in editable mode"
 	@echo "make wheel   build a wheel to hand out in dist/, for torch $(TORCH_VERSION), and test it in a bare environment"
+	@echo "make release-check     the same, then the wheel of a release from it, tried as a user would install it"
 	@echo "make test-sanitized    run the C++ tests and the property tests with the address and undefined-behaviour sanitizers"
 	@echo "make coverage    run the tests and show which lines of C++ and Python they reach; coverage-report: what a run that was cut short reached"
 	@echo "make test-cuda-build   compile and load the CUDA kernels in .venv-cuda, and test what needs no GPU"
@@ -179,6 +180,18 @@ wheel-here: $(TORCH) $(VENV)/.group-release
 	@mkdir -p dist
 	@cp $(WHEEL_BUILD)/repaired/*.whl dist/
 	@ls dist/*.whl
+
+# What the release workflow does with each torch, with this one: the wheel that users get, of this build alone, as they
+# meet it. Its environment has torch, the wheel and what these require, nothing else.
+RELEASED := build/release
+RELEASED_RUN := $(abspath $(RELEASED))/venv/bin/python
+release-check: wheel
+	@rm -rf $(RELEASED)
+	@$(PYTHON) release/merge_wheels.py $(WHEEL_BUILD)/repaired/*.whl --output $(RELEASED)
+	@$(PYTHON) -m venv $(RELEASED)/venv
+	@$(RELEASED_RUN) -m pip --disable-pip-version-check --quiet install $(PIP_FLAGS) $(RELEASED)/*.whl "torch==$(TORCH_VERSION)"
+	@$(RELEASED_RUN) -m pip --disable-pip-version-check check
+	@cd $(RELEASED) && $(RELEASED_RUN) -m torchops && $(RELEASED_RUN) -m torchops --check
 
 # Builds of the CPU library with other compiler flags, beside the one that is installed. The processes that tests start
 # import them, too.
