@@ -1,5 +1,6 @@
 """Loads libtorchops.so into PyTorch's dispatcher, after checking that it was built for the running version of torch."""
 
+import struct
 from pathlib import Path
 
 import torch
@@ -28,6 +29,29 @@ def _minor(torch_version: str) -> str:
     return ".".join(torch_version.split(".")[:2])
 
 
+def _check_whole(library: Path) -> None:
+    """The process dies of SIGBUS where the dynamic linker reads beyond the end of a file that was cut short.
+
+    Raises:
+        OSError: the file ends before the segments that its ELF header names.
+    """
+    with library.open("rb") as file:
+        header = file.read(64)
+        if len(header) < 64 or header[:5] != b"\x7fELF\x02":
+            return  # no library of 64 bits, of which the dynamic linker says so
+        (start,), (size, count) = struct.unpack_from("=Q", header, 32), struct.unpack_from("=2H", header, 54)
+        file.seek(start)
+        table = file.read(size * count)
+    if len(table) == size * count:
+        segments = (struct.unpack_from("=2I4Q", table, size * i) for i in range(count))
+        end = max((offset + length for _, _, offset, _, _, length in segments), default=0)
+    else:
+        end = start + size * count
+    got = library.stat().st_size
+    if got < end:
+        raise OSError(f"file too short: expected at least {end} bytes, got {got}")
+
+
 def load() -> None:
     """Load the operators into ``torch.ops.myops``.
 
@@ -51,6 +75,7 @@ def load() -> None:
     if not library.is_file():
         raise ImportError(f"torchops: expected {library}, built for {built}, got no such file. To fix this, {fix}")
     try:
+        _check_whole(library)
         torch.ops.load_library(str(library))
     except OSError as error:
         reason = error.__cause__ or error
