@@ -84,9 +84,7 @@ from triangle_update_samples import (
     TRIANGLE_ERRORS,
     TRIANGLE_OVERLAPS,
     triangle_arguments,
-    triangle_reference_,
     triangle_samples,
-    triangle_smooth_,
 )
 
 import torchops
@@ -352,10 +350,10 @@ UPDATES = (
     OpCase(
         "add_triangle_multiplicative_update_",
         torchops.add_triangle_multiplicative_update_,
-        triangle_reference_,
+        triangle_reference.add_triangle_multiplicative_update_,
         triangle_samples(True),
         (*TRIANGLE_ERRORS, *TRIANGLE_OVERLAPS),
-        triangle_smooth_,
+        triangle_reference.add_smooth_update_,
         mutates=0,
         twin="triangle_multiplicative_update",
         recomputes=None,

@@ -40,8 +40,18 @@ assert not any(map(allows_tf32, (torch.float64, torch.float16, torch.bfloat16)))
 """
 
 
+def python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        cwd=Path(__file__).parent,
+    )
+
+
 def test_tf32_by_either_interface_of_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", SETTINGS], capture_output=True, text=True, cwd=Path(__file__).parent)
+    done = python(SETTINGS)
     assert done.returncode == 0, done.stderr
 
 
@@ -203,16 +213,6 @@ def test_a_gpu_that_cannot_be_pretended() -> None:
     done = python(PRETENDED, TORCHOPS_PRETEND_CAPABILITY="7.5")
     expected = "ValueError: TORCHOPS_PRETEND_CAPABILITY: expected 8.0, 8.6, 8.9, 9.0, 10.0 or 12.0, got 7.5"
     assert expected in done.stderr
-
-
-def python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-        cwd=Path(__file__).parent,
-    )
 
 
 def test_says_for_which_architectures_gemm_kernels_exist() -> None:

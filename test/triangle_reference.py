@@ -58,6 +58,10 @@ def add_triangle_multiplicative_update_(x: Tensor, *args: object, **kwargs: obje
     return x + triangle_multiplicative_update(x, *args, **kwargs)  # type: ignore[arg-type]
 
 
+def add_smooth_update_(x: Tensor, *args: object, **kwargs: object) -> Tensor:
+    return x + smooth_update(x, *args, **kwargs)  # type: ignore[arg-type]
+
+
 def rows_weights(c: int, d: int, full: bool, dtype: torch.dtype) -> dict[str, Tensor]:
     """On a GPU, for the tests of sharded rows; `full`: with biases and layer norms."""
 

@@ -17,16 +17,6 @@ from samples import (
     wide,
 )
 from torch import Tensor
-from triangle_reference import smooth_update, triangle_multiplicative_update
-
-
-def triangle_reference_(x: Tensor, *rest: Any, **parameters: Any) -> Tensor:
-    return x + triangle_multiplicative_update(x, *rest, **parameters).to(x.dtype)
-
-
-def triangle_smooth_(x: Tensor, *rest: Any, **parameters: Any) -> Tensor:
-    return x + smooth_update(x, *rest, **parameters).to(x.dtype)
-
 
 # --- samples ---------------------------------------------------------------------------------------------------------
 
