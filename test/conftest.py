@@ -27,6 +27,8 @@ import pytest
 
 # Read when torch loads OpenMP: threads that spin while they wait take the cores from the other test processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Read when torch is imported: that results of an operator share memory is an error of compiled calls, also outside CI.
+os.environ.setdefault("TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING", "1")
 
 import torch
 from _pytest.assertion import rewrite

@@ -25,6 +25,7 @@ from op_db import OpCase
 from samples import Sample
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchops
 
@@ -46,6 +47,31 @@ def test_gradients(case: OpCase, device: str, dtype: torch.dtype, sample: Sample
     assert out.requires_grad
     for number, (g, a, e) in enumerate(zip(got, aten, exact, strict=True)):
         assert_as_good_as_aten(case, g, a, e, f"gradient {number}", dtype if case.casts_weights else None)
+
+
+class SharedMemory(TorchDispatchMode):
+    """The operators one of whose results shares its memory with another one or with an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        storages = [[t.untyped_storage()._cdata for t in tensors(each)] for each in (results, (args, kwargs))]
+        if func.namespace == "myops" and len(set(storages[0]) - set(storages[1])) < len(storages[0]):
+            self.operators.append(func.name())
+        return results
+
+
+@pytest.mark.ops(leaves=True, large=False, dtypes=[torch.float32])
+def test_results_share_no_memory(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
+    """PyTorch's contract of custom operators, for those of the backward pass, too."""
+    arguments = sample(dtype, device, requires_grad=True)
+    cotangent = random_like(case.reference(*sample(dtype, device)[0], **sample(dtype, device)[1]))
+    with SharedMemory() as mode:
+        gradients(case.pure, arguments, cotangent)
+    assert mode.operators == []
 
 
 # All subsets of eleven would take minutes for each sample.

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -28,13 +27,8 @@ variants = pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
 
 
 def through_compiled_autograd(outputs: tuple[Tensor, ...], leaves: list[Tensor], backend: str) -> list[Tensor]:
-    # Dynamo takes what the garbage collector calls in the midst of a compiled call for a part of it, and may refuse it.
-    gc.disable()
-    try:
-        with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend, fullgraph=True)):
-            return backward(outputs, leaves)
-    finally:
-        gc.enable()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend, fullgraph=True)):
+        return backward(outputs, leaves)
 
 
 @variants

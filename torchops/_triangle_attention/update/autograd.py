@@ -109,7 +109,7 @@ class _Update(torch.autograd.Function):
                 grads = update_backward(*arguments)
         else:
             grads = update_backward(*arguments)
-        dx, *rest = [g if want else None for g, want in zip(grads, output_mask, strict=True)]
+        dx, *rest = (g if want else None for g, want in zip(grads, output_mask, strict=True))
         if dx is not None and ctx.add_residual and not add_residual:
             dx = dx + grad
         return dx, None, None, None, None, None, *rest

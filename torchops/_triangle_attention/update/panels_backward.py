@@ -152,7 +152,8 @@ def _through_gate(
 def _weights_of_products(sums: _Sums, d_rows: Tensor, z: Tensor, w: Weights, output_mask: dict[str, bool]) -> None:
     width = w.q.shape[0]
     if all(output_mask[name] for name in "qkv"):
-        parts = (d_rows.T @ z).split(width)
+        # Copies: what an operator returns shares no memory.
+        parts: tuple[Tensor | None, ...] = tuple(part.clone() for part in (d_rows.T @ z).split(width))
     else:
         parts = tuple(
             d.T @ z if output_mask[name] else None for name, d in zip("qkv", d_rows.split(width, -1), strict=True)
