@@ -19,5 +19,6 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
   # where it optimises more.
   set(quiet $<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized> $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
   torchops_add_vectors(AVX512 ${quiet} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c)
-  set_source_files_properties(src/cpu/gated.cpp src/cpu/layer_norm_kernel.cpp PROPERTIES COMPILE_DEFINITIONS TORCHOPS_X86_VECTORS)
+  set_source_files_properties(src/cpu/gated.cpp src/cpu/layer_norm_gradients.cpp src/cpu/layer_norm_kernel.cpp
+    PROPERTIES COMPILE_DEFINITIONS TORCHOPS_X86_VECTORS)
 endif()

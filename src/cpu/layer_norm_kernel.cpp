@@ -30,8 +30,25 @@ std::tuple<Tensor, Tensor> moments_of_nothing(const Tensor& x, size_t trailing_d
   return {mean.fill_(nan), rstd.fill_(nan)};
 }
 
+// Weight and bias as the routine reads them: in the dtype of x, or else both in that of the moments.
+struct AffineRow {
+  OptionalTensor weight, bias;
+  bool narrow;
+
+  AffineRow(const Tensor& x, const OptionalTensor& w, const OptionalTensor& b) {
+    const auto is_narrow = [&](const OptionalTensor& t) { return !t || t->scalar_type() == x.scalar_type(); };
+    narrow = is_narrow(w) && is_narrow(b);
+    const at::ScalarType dtype = narrow ? x.scalar_type() : detail::moments_dtype(x.scalar_type());
+    const auto row = [&](const OptionalTensor& t) {
+      return t ? OptionalTensor((t->scalar_type() == dtype ? *t : t->to(dtype)).contiguous()) : t;
+    };
+    weight = row(w);
+    bias = row(b);
+  }
+};
+
 // y = the layer norm of rows, which may be x; both are matrices (rows, *normalized_shape) whose rows are contiguous.
-void normalize(const Tensor& y, const Tensor& x, const Affine& affine, double eps, const Tensor& mean,
+void normalize(const Tensor& y, const Tensor& x, const AffineRow& affine, double eps, const Tensor& mean,
                const Tensor& rstd) {
   const int64_t count = x.size(0), columns = x.numel() / count;
   const auto pointer = [](const OptionalTensor& t) { return t ? t->const_data_ptr() : nullptr; };
@@ -39,6 +56,7 @@ void normalize(const Tensor& y, const Tensor& x, const Affine& affine, double ep
                            y.mutable_data_ptr(),
                            pointer(affine.weight),
                            pointer(affine.bias),
+                           affine.narrow,
                            mean.mutable_data_ptr(),
                            rstd.mutable_data_ptr(),
                            columns,
@@ -48,7 +66,7 @@ void normalize(const Tensor& y, const Tensor& x, const Affine& affine, double ep
                            rstd.stride(0),
                            eps};
   const LayerNormRoutine routine = TORCHOPS_FOR_THIS_PROCESSOR(find_layer_norm_routine)(x.scalar_type());
-  constexpr int64_t grain = 32768;  // elements, as for ATen's pointwise kernels
+  constexpr int64_t grain = 8192;  // elements: a quarter of ATen's for one pointwise pass
   at::parallel_for(0, count, std::max(grain / columns, int64_t{1}),
                    [&](int64_t begin, int64_t end) { routine(rows, begin, end); });
 }
@@ -72,10 +90,11 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_with_moments_cpu(const Tensor& x, 
     return std::tuple_cat(std::tuple(at::empty(x.sizes(), x.options())),
                           moments_of_nothing(x, normalized_shape.size()));
   }
-  const Affine affine(x, normalized_shape, weight, bias);
   if (has_long_rows(x, normalized_shape)) {
+    const Affine affine(x, normalized_shape, weight, bias);
     return at::cpu::native_layer_norm(x.contiguous(), normalized_shape, affine.weight, affine.bias, eps);
   }
+  const AffineRow affine(x, weight, bias);
   const auto dims = static_cast<int64_t>(normalized_shape.size());
   const auto [mean, rstd] = detail::empty_moments(x, normalized_shape.size());
   const Tensor y = at::detail::empty_cpu(x.sizes(), x.options());
@@ -164,7 +183,7 @@ std::tuple<Tensor, Tensor> layer_norm_with_moments_cpu_(Tensor& x, at::IntArrayR
     });
     return {mean, rstd};
   }
-  const Affine affine(x, normalized_shape, w, b);
+  const AffineRow affine(x, w, b);
   if (has_contiguous_rows(x, dims)) {
     for_each_matrix({x, mean, rstd}, dims,
                     [&](const Operands& of) { normalize(of[0], of[0], affine, eps, of[1], of[2]); });

@@ -46,6 +46,9 @@ void normalize(const LayerNormRows& rows, int64_t begin, int64_t end) {
   using C = Computed<T>;
   using V = Vectorized<C>;
   const auto size = static_cast<double>(rows.columns);
+  const auto affine = [&](const void* vector, int64_t i, int64_t count) {
+    return rows.narrow_affine ? load<T>(vector, i, count) : load<C>(vector, i, count);
+  };
   for (int64_t row = begin; row < end; ++row) {
     const T* const x = static_cast<const T*>(rows.x) + row * rows.x_stride;
     T* const y = static_cast<T*>(rows.y) + row * rows.y_stride;
@@ -78,8 +81,8 @@ void normalize(const LayerNormRows& rows, int64_t begin, int64_t end) {
     for (int64_t i = 0; i < rows.columns; i += Lanes<C>::count) {
       const int64_t count = std::min(Lanes<C>::count, rows.columns - i);
       Lanes<C> out = map<C>([&](const V& x) { return x * V(rstd); }, scaled(i, count));
-      if (rows.weight) out = map<C>([](const V& x, const V& w) { return x * w; }, out, load<C>(rows.weight, i, count));
-      if (rows.bias) out = map<C>([](const V& x, const V& b) { return x + b; }, out, load<C>(rows.bias, i, count));
+      if (rows.weight) out = map<C>([](const V& x, const V& w) { return x * w; }, out, affine(rows.weight, i, count));
+      if (rows.bias) out = map<C>([](const V& x, const V& b) { return x + b; }, out, affine(rows.bias, i, count));
       store<T>(y, i, count, out);
     }
     static_cast<C*>(rows.mean)[row * rows.mean_stride] = mean;
@@ -87,7 +90,58 @@ void normalize(const LayerNormRows& rows, int64_t begin, int64_t end) {
   }
 }
 
+// With xhat = (x - mean) * rstd and h = g * weight, in sums over the N elements of a row:
+//   dx = rstd * (h - sum(h) / N - xhat * sum(h * xhat) / N),
+// and to be summed over rows: dweight = g * xhat, dbias = g.
+template <class T>
+void differentiate(const LayerNormGradientRows& rows, int64_t begin, int64_t end) {
+  using C = Computed<T>;
+  using V = Vectorized<C>;
+  const auto times = [](const V& a, const V& b) { return a * b; };
+  const auto size = static_cast<double>(rows.columns);
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t first = row * rows.columns;
+    const V rstd(static_cast<const C*>(rows.rstd)[row]);
+    // If the variance has overflowed, so may differences from the mean, and infinity times 0 is NaN.
+    const bool is_flat = static_cast<const C*>(rows.rstd)[row] == C(0);
+    const V mean(is_flat ? C(0) : static_cast<const C*>(rows.mean)[row]);
+    const auto grad = [&](int64_t i, int64_t count) { return load<T>(rows.grad, first + i, count); };
+    const auto xhat = [&](int64_t i, int64_t count) {
+      return map<C>([&](const V& x) { return (x - mean) * rstd; }, load<T>(rows.x, first + i, count));
+    };
+    const auto weighted = [&](int64_t i, int64_t count) {
+      return rows.weight ? map<C>(times, grad(i, count), load<C>(rows.weight, i, count)) : grad(i, count);
+    };
+    if (rows.dx) {
+      const V mean_h(static_cast<C>(sum<C>(rows.columns, weighted) / size));
+      const V mean_h_xhat(static_cast<C>(
+          sum<C>(rows.columns,
+                 [&](int64_t i, int64_t count) { return map<C>(times, weighted(i, count), xhat(i, count)); }) /
+          size));
+      for (int64_t i = 0; i < rows.columns; i += Lanes<C>::count) {
+        const int64_t count = std::min(Lanes<C>::count, rows.columns - i);
+        store<T>(rows.dx, first + i, count,
+                 map<C>([&](const V& h, const V& x) { return (h - mean_h - x * mean_h_xhat) * rstd; },
+                        weighted(i, count), xhat(i, count)));
+      }
+    }
+    const auto add = [&](void* to, const auto& part) {
+      for (int64_t i = 0; to && i < rows.columns; i += Lanes<C>::count) {
+        const int64_t count = std::min(Lanes<C>::count, rows.columns - i);
+        store<C>(to, i, count,
+                 map<C>([](const V& a, const V& b) { return a + b; }, load<C>(to, i, count), part(i, count)));
+      }
+    };
+    add(rows.dweight, [&](int64_t i, int64_t count) { return map<C>(times, grad(i, count), xhat(i, count)); });
+    add(rows.dbias, grad);
+  }
+}
+
 }  // namespace
+
+LayerNormGradientRoutine find_layer_norm_gradient_routine(c10::ScalarType dtype) {
+  return dtype == c10::ScalarType::Half ? &differentiate<c10::Half> : &differentiate<c10::BFloat16>;
+}
 
 LayerNormRoutine find_layer_norm_routine(c10::ScalarType dtype) {
   switch (dtype) {

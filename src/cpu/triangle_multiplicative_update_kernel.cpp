@@ -1,6 +1,8 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/add_cpu_dispatch.h>
+#include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/bmm.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 #include <ATen/ops/mul_cpu_dispatch.h>
@@ -29,8 +31,13 @@ using detail::TriangleParameterList;
 using detail::TriangleProduct;
 using detail::TriangleUpdate;
 
+// ATen multiplies matrices one by one if the result has gaps. A group of several fits the cache.
+Tensor& bmm_out(Tensor& out, const Tensor& a, const Tensor& b) {
+  return out.is_contiguous() || out.size(0) == 1 ? at::bmm_out(out, a, b) : out.copy_(at::bmm(a, b));
+}
+
 constexpr detail::TriangleBackend kBackend{
-    [](at::IntArrayRef sizes, const at::TensorOptions& options) { return at::empty(sizes, options); }, at::bmm_out,
+    [](at::IntArrayRef sizes, const at::TensorOptions& options) { return at::empty(sizes, options); }, bmm_out,
     /*multiplies_padding=*/false};
 // A few matrices keep the threads busy, and a group is negligible beside a and b even if they are small.
 constexpr int64_t kGroupBytes = int64_t{1} << 20;
@@ -75,25 +82,56 @@ class Layers : public detail::TriangleLayout {
     linear_out(out, rows, transposed(w), update().bias(layer));
     return out;
   }
-  /// The same, transposed: (out, rows).
-  Tensor channels_first(const Tensor& rows, TriangleParameter layer) const {
-    const Tensor& w = update().weight(layer);
-    Tensor out = empty({w.size(0), rows.size(0)});
-    const OptionalTensor& b = update().bias(layer);
-    linear_out(out, w, transposed(rows), b ? OptionalTensor(b->unsqueeze(1)) : b);
-    return out;
+  /// Layers of the same kind of a, of b, or of both, one behind the other.
+  struct Stack {
+    Tensor weight;
+    OptionalTensor bias;
+    std::array<TriangleParameter, 2> layers;
+
+    /// The transposed layers of rows: (all features, rows).
+    Tensor channels_first(const Tensor& rows) const {
+      Tensor out = at::empty({weight.size(0), rows.size(0)}, weight.options());
+      linear_out(out, weight, transposed(rows), bias ? OptionalTensor(bias->unsqueeze(1)) : bias);
+      return out;
+    }
+  };
+  /// Products and gates that give a (side 0), b (side 1), or both.
+  struct Sides {
+    Stack p, g;
+    size_t first, count;
+  };
+  /// Both in one, with half the calls, if their parameters are halves of one tensor and the scratch of twice the size
+  /// fits a panel.
+  std::vector<Sides> sides() const {
+    const auto p = stacked(detail::kPA, detail::kPB), g = stacked(detail::kGA, detail::kGB);
+    if (p && g && 2 * n() <= rows_per_panel()) return {{*p, *g, 0, 2}};
+    return {{alone(detail::kPA), alone(detail::kGA), 0, 1}, {alone(detail::kPB), alone(detail::kGB), 1, 1}};
   }
   /// The sigmoid of channels_first() or linear().
   static Tensor sigmoid(Tensor preactivation) { return at::cpu::sigmoid_(preactivation); }
 
  private:
+  Stack alone(TriangleParameter layer) const { return {update().weight(layer), update().bias(layer), {layer, layer}}; }
+  std::optional<Stack> stacked(TriangleParameter a, TriangleParameter b) const {
+    const Tensor &w = update().weight(a), &other = update().weight(b);
+    const OptionalTensor &bias = update().bias(a), &other_bias = update().bias(b);
+    const bool halves = detail::are_halves(w, other) && bias.has_value() == other_bias.has_value() &&
+                        (!bias || detail::are_halves(*bias, *other_bias));
+    if (!halves) return std::nullopt;
+    const auto both = [](const Tensor& half, at::IntArrayRef sizes, at::IntArrayRef strides) {
+      return at::cpu::as_strided(half, sizes, strides, half.storage_offset());
+    };
+    const int64_t d = w.size(0), c = w.size(1);
+    return Stack{both(w, {2 * d, c}, {c, 1}), bias ? OptionalTensor(both(*bias, {2 * d}, {1})) : bias, {a, b}};
+  }
+
   Affine in_, out_;
 };
 
-// The mask of a panel times `factor`, as (1, rows).
-Tensor mask_row(const Tensor& mask, const TrianglePanel& panel, double factor) {
-  const Tensor row = panel.of(mask).reshape({1, -1});
-  return factor == 1 ? row : row * factor;
+// What belongs to the i-th of the sides, of a tensor with the features of all.
+Tensor of_side(const Tensor& all, const Layers::Sides& sides, size_t i) {
+  const int64_t d = all.size(0) / static_cast<int64_t>(sides.count);
+  return all.narrow(0, static_cast<int64_t>(i) * d, d);
 }
 
 // (d, N, N) to rows of d.
@@ -104,17 +142,17 @@ Tensor rows_of_channels(const Tensor& channels, const TrianglePanel& panel) {
 void make_a_and_b(const Layers& layers, const TriangleElement& e, const Tensor& a, const Tensor& b) {
   layers.for_each_panel([&](const TrianglePanel& panel) {
     const Tensor z = layers.z(panel.rows_of(e.x));
-    const auto make = [&](const Tensor& to, TriangleParameter p, TriangleParameter g, double factor) {
-      Tensor gate = Layers::sigmoid(layers.channels_first(z, g)), target = panel.channels_of(to);
-      if (e.mask.defined()) {
-        gate.mul_(mask_row(e.mask, panel, factor));
-      } else if (factor != 1) {
-        gate.mul_(factor);
+    for (const Layers::Sides& sides : layers.sides()) {
+      Tensor gate = Layers::sigmoid(sides.g.channels_first(z));
+      const Tensor value = sides.p.channels_first(z);
+      if (e.mask.defined()) gate.mul_(panel.of(e.mask).reshape({1, -1}));
+      for (size_t i = 0; i < sides.count; ++i) {
+        const size_t side = sides.first + i;
+        Tensor target = panel.channels_of(side == 0 ? a : b), own_gate = of_side(gate, sides, i);
+        if (side == 0 && layers.scale() != 1) own_gate.mul_(layers.scale());
+        at::cpu::mul_out(target, of_side(value, sides, i).view(target.sizes()), own_gate.view(target.sizes()));
       }
-      at::cpu::mul_out(target, layers.channels_first(z, p).view(target.sizes()), gate.view(target.sizes()));
-    };
-    make(a, detail::kPA, detail::kGA, layers.scale());
-    make(b, detail::kPB, detail::kGB, 1);
+    }
   });
 }
 
@@ -224,6 +262,21 @@ class Gradients {
       all_.add(layer + 1, cotangent.sum(1, false, dtype), chunk_);
     }
   }
+  /// The same for layers of all sides, in one product.
+  void add_layers(const Layers::Sides& sides, const Layers::Stack& stack, const Tensor& cotangent,
+                  const Tensor& input) const {
+    if (sides.count == 1) return add_layer(stack.layers[0], cotangent, input);
+    const bool weights = wants(stack.layers[0]) || wants(stack.layers[1]);
+    const Tensor of_weights = weights ? at::cpu::mm(cotangent, input) : Tensor();
+    for (size_t i = 0; i < sides.count; ++i) {
+      const TriangleParameter layer = stack.layers[i];
+      if (wants(layer)) all_.add(layer, of_side(of_weights, sides, i), chunk_);
+      if (wants(layer + 1)) {
+        const at::ScalarType dtype = detail::moments_dtype(layers_.update().dtype());
+        all_.add(layer + 1, of_side(cotangent, sides, i).sum(1, false, dtype), chunk_);
+      }
+    }
+  }
   /// Adds the gradients of a layer norm, and returns that of its input.
   Tensor norm_backward(TriangleParameter layer, const Tensor& grad, const Tensor& rows,
                        const Layers::Moments& normalized, const Affine& affine) const {
@@ -274,26 +327,28 @@ void input_backward(const Layers& layers, const Gradients& gradients, const Tria
   const Layers::Moments normalized = layers.norm_in(rows);
   const Tensor z = std::get<0>(normalized).to(t.dtype());
   Tensor dz = gradients.wants_z() ? panel.of(dz_pair).reshape(rows.sizes()).clone() : Tensor();
-  const auto gate = [&](const Tensor& cotangent, TriangleParameter p, TriangleParameter g, double factor) {
-    const Tensor value = layers.channels_first(z, p), s = Layers::sigmoid(layers.channels_first(z, g));
-    Tensor grad = panel.channels_of(cotangent).reshape(value.sizes());
-    if (factor != 1) grad = grad * factor;
+  for (const Layers::Sides& sides : layers.sides()) {
+    const Tensor value = sides.p.channels_first(z), s = Layers::sigmoid(sides.g.channels_first(z));
+    const auto cotangent_of = [&](size_t i) {
+      const size_t side = sides.first + i;
+      const Tensor grad = panel.channels_of(side == 0 ? da : db).flatten(1);
+      return side == 0 && layers.scale() != 1 ? grad * layers.scale() : grad;
+    };
+    Tensor grad = sides.count == 1 ? cotangent_of(0) : at::cat({cotangent_of(0), cotangent_of(1)});
     if (dmask.defined()) {
       Tensor target = panel.of(dmask);
       target.add_((grad * value).mul_(s).sum(0).view(target.sizes()));
     }
-    if (e.mask.defined()) grad = grad * mask_row(e.mask, panel, 1);
+    if (e.mask.defined()) grad = grad * panel.of(e.mask).reshape({1, -1});
     const Tensor dp = at::cpu::mul(grad, s);
     Tensor dg = at::cpu::mul(grad, value);
     at::cpu::sigmoid_backward_out(dg, dg, s);
-    gradients.add_layer(p, dp, z);
-    gradients.add_layer(g, dg, z);
-    if (!dz.defined()) return;
-    input_gradient(dz, transposed(dp), t.weight(p), /*accumulate=*/true);
-    input_gradient(dz, transposed(dg), t.weight(g), /*accumulate=*/true);
-  };
-  gate(da, detail::kPA, detail::kGA, layers.scale());
-  gate(db, detail::kPB, detail::kGB, 1);
+    gradients.add_layers(sides, sides.p, dp, z);
+    gradients.add_layers(sides, sides.g, dg, z);
+    if (!dz.defined()) continue;
+    input_gradient(dz, transposed(dp), sides.p.weight, /*accumulate=*/true);
+    input_gradient(dz, transposed(dg), sides.g.weight, /*accumulate=*/true);
+  }
   if (!dz.defined()) return;
   const Tensor dx = gradients.norm_backward(detail::kNormIn, dz, rows, normalized, layers.affine_in());
   Tensor target = panel.of(dz_pair);

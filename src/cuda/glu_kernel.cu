@@ -44,7 +44,7 @@ void glu_out(const Tensor& y, const Products& products, const Tensor& x, const T
   const int64_t step = rows_of_panel(y.size(0), w, b || bg, product_bytes + rounded_row_bytes(x, w));
   const bool stacks =
       !products &&
-      gemm::stacks_products(gemm::case_of(y.size(0), w.size(0), w.size(1), w.scalar_type()), are_halves(w, wg));
+      gemm::stacks_products(gemm::case_of(y.size(0), w.size(0), w.size(1), w.scalar_type()), detail::are_halves(w, wg));
   const Tensor stack = stacks ? stacked(w, wg) : Tensor();
   const OptionalTensor stacked_bias = stacks ? stacked(bias, gate_bias) : std::nullopt;
   for_each_panel_of(y.size(0), step, [&](int64_t begin, int64_t end) {

@@ -17,6 +17,12 @@ void for_each_matrix(Operands operands, int64_t trailing_dims, c10::function_ref
 /// Whether BLAS can read it: matrices with contiguous rows or contiguous columns.
 inline bool has_unit_stride(const at::Tensor& t) { return t.stride(-2) == 1 || t.stride(-1) == 1; }
 
+/// Whether a and b are the halves of one tensor.
+inline bool are_halves(const at::Tensor& a, const at::Tensor& b) {
+  return a.is_contiguous() && b.is_contiguous() && a.storage().is_alias_of(b.storage()) &&
+         b.storage_offset() == a.storage_offset() + a.numel();
+}
+
 /// Bytes per row of the rounded copy of x, which is needed if w has another dtype; else 0.
 inline int64_t rounded_row_bytes(const at::Tensor& x, const at::Tensor& w) {
   return x.scalar_type() == w.scalar_type() ? 0 : x.size(-1) * static_cast<int64_t>(w.element_size());

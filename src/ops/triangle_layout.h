@@ -124,15 +124,15 @@ class TriangleLayout {
     if (size > n_) matrices.narrow(dim, n_, size - n_).zero_();
   }
 
-  // As many channels as fit, or fewer if their tiles then leave fewer multiprocessors idle at the end of a group. At
-  // N = 768, each of the 128 products has 18 of the tiles that cuBLAS uses on an H100: 22 products at a time keep 132
-  // multiprocessors busy for three rounds; with 24, 36 tiles would be left for a fourth.
+  // As many channels as fit, in groups of about the same size; or fewer if their tiles then leave fewer multiprocessors
+  // idle at the end of a group. At N = 768, each of the 128 products has 18 of the tiles that cuBLAS uses on an H100:
+  // 22 products at a time keep 132 multiprocessors busy for three rounds; with 24, 36 tiles would be left for a fourth.
   int64_t group_of(int64_t bytes) const {
     const int64_t of_matrix = padded_ * row_stride_ * static_cast<int64_t>(c10::elementSize(t_.dtype()));
     const int64_t all = std::max(channels(), int64_t{1});
     const int64_t most = std::clamp(bytes / std::max(of_matrix, int64_t{1}), int64_t{1}, all);
-    if (backend_.tiles_at_once == nullptr || most == all) return most;
     const auto divided = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+    if (backend_.tiles_at_once == nullptr || most == all) return divided(all, divided(all, most));
     const int64_t tiles = divided(padded_, 256) * divided(padded_, 128), at_once = backend_.tiles_at_once();
     const auto turns = [&](int64_t count) { return divided(count * tiles, at_once); };
     // Twice the number of rounds of all groups, plus half a round for the start of each group.

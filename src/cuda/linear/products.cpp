@@ -56,13 +56,8 @@ void linear_out(at::Tensor out, const at::Tensor& x, const at::Tensor& w, const 
   b ? at::cuda::addmm_out(out, *b, x, w_t) : product_out(out, x, w_t);
 }
 
-bool are_halves(const at::Tensor& a, const at::Tensor& b) {
-  return a.is_contiguous() && b.is_contiguous() && a.storage().is_alias_of(b.storage()) &&
-         b.storage_offset() == a.storage_offset() + a.numel();
-}
-
 at::Tensor stacked(const at::Tensor& a, const at::Tensor& b) {
-  if (!are_halves(a, b)) return at::cuda::cat(at::TensorList({a, b}));
+  if (!detail::are_halves(a, b)) return at::cuda::cat(at::TensorList({a, b}));
   std::vector<int64_t> sizes = a.sizes().vec();
   sizes[0] *= 2;
   return a.as_strided(sizes, c10::contiguous_strides(sizes));  // that of a single row in a may be any

@@ -56,9 +56,6 @@ void add_product(at::Tensor out, const at::Tensor& a, const at::Tensor& b);
 /// cancels the product, few digits are then left.
 void linear_out(at::Tensor out, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b);
 
-/// Whether a and b are the halves of one tensor.
-bool are_halves(const at::Tensor& a, const at::Tensor& b);
-
 /// [a; b], for one product instead of two: a view if they are halves.
 at::Tensor stacked(const at::Tensor& a, const at::Tensor& b);
 /// The same for biases; one that is missing is 0.
