@@ -273,12 +273,13 @@ std::vector<Tensor> update_backward_cuda(const Tensor& grad, const Tensor& x, co
   const c10::cuda::CUDAGuard guard(x.device());
   if (const auto centered = pair_steps::centered(t)) {
     t.x = centered->rows();
-    std::vector<Tensor> gradients = gradients_of(grad, t, product, output_mask, /*add_residual=*/false);
+    std::vector<Tensor> gradients =
+        again_if_refused([&] { return gradients_of(grad, t, product, output_mask, /*add_residual=*/false); });
     if (output_mask[0]) gradients[0] = centered->gradient(gradients[0]);
     if (output_mask[0] && add_residual) gradients[0].add_(grad);
     return gradients;
   }
-  return gradients_of(grad, t, product, output_mask, add_residual);
+  return again_if_refused([&] { return gradients_of(grad, t, product, output_mask, add_residual); });
 }
 
 }  // namespace

@@ -152,7 +152,7 @@ struct TransitionGradientProblem {
   bool has_weights() const { return dweights[0] != nullptr; }
 };
 
-/// How a call ended. A CUDA error is always a failure: it never means "another kernel should do this".
+/// How a call ended. A CUDA error is always a failure, and base/refusal.h says whether another kernel should do this.
 struct Status {
   enum Kind { kDone, kNotForMe, kFailed } kind = kDone;
   cudaError_t error = cudaSuccess;

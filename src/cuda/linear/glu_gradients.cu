@@ -283,7 +283,8 @@ bool glu_gradients_from_channels(const detail::GluGradients& gradients, const Ch
   const Cotangents cotangents(at::detail::empty_cuda({x.size(0), 2 * w.size(0)}, w.options()), w);
   const gemm::RuleTensors tensors{
       .d = cotangents.z, .a = x, .b = w, .bias = rows.b, .b2 = &wg, .bias2 = &rows.bg, .d2 = &cotangents.u};
-  if (!gemm::run_float32_from_channels<gemm::CotangentsOf<gemm::GluRule<Sigmoid>>>(tensors, grad)) return false;
+  using Rule = gemm::CotangentsOf<gemm::GluRule<Sigmoid>>;
+  if (!attempt(Family::kSm80, [&] { return gemm::run_float32_from_channels<Rule>(tensors, grad); })) return false;
   sum_cotangents(gradients, cotangents, output_mask);
   from_cotangents(gradients, cotangents, rows, {});
   return true;

@@ -30,7 +30,10 @@ void bind_context() {
 // are, but this build lacks them. Afterwards, the calling thread has a CUDA context.
 bool runs_sm90() {
   const cudaDeviceProp& device = device_properties();
-  if (device.major != 9 || device.minor != 0 || detail::kernel_path() == detail::KernelPath::kPortable) return false;
+  if (device.major != 9 || device.minor != 0 || detail::kernel_path() == detail::KernelPath::kPortable ||
+      is_refused(Family::kSm90)) {
+    return false;
+  }
   if (!has_sm90_kernels()) {
     TORCH_WARN_ONCE(
         "torchops was built without its kernels for this GPU (compute capability 9.0), so its products take slower "

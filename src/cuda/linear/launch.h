@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "cuda/base/device.h"
+#include "cuda/base/refusal.h"
 #include "cuda/gemm/choose.h"
 
 // From torch to the kernels: what a device can run, and launching the chosen kernel.
@@ -36,7 +37,8 @@ std::optional<Case> split_case(int64_t m, int64_t n, int64_t k, at::ScalarType d
 /// The same for linear/sm80.cuh.
 inline std::optional<Case> sm80_case(int64_t m, int64_t n, int64_t k, at::ScalarType dtype) {
   const cudaDeviceProp& device = device_properties();
-  if (device.major < 8 || (dtype != at::kBFloat16 && dtype != at::kHalf)) return std::nullopt;
+  if (device.major < 8 || is_refused(Family::kSm80) || (dtype != at::kBFloat16 && dtype != at::kHalf))
+    return std::nullopt;
   return case_of(m, n, k, dtype);
 }
 
@@ -46,49 +48,69 @@ using GradientCall = std::optional<std::pair<GradientProblem, Case>>;
 GradientCall gradient_call(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w,
                            const std::optional<at::Tensor>& b);
 
+/// kernel.prepare(). Throws as check_launch() does.
+template <class Problem>
+Status prepared(const Kernel<Problem>& kernel, const Problem& problem, int64_t& workspace_bytes) {
+  const Status status = kernel.prepare(problem, workspace_bytes);
+  check_launch(Family::kSm90, status.error);
+  return status;
+}
+
+/// kernel.run() on the current stream, of a problem that is prepared. Throws as check_launch() does.
+template <class Problem>
+void launch(const Kernel<Problem>& kernel, const Problem& problem) {
+  pretend_refusal(Family::kSm90);
+  const Status status = kernel.run(problem, at::cuda::getCurrentCUDAStream());
+  check_launch(Family::kSm90, status.error);
+  TORCH_INTERNAL_ASSERT(status.done());
+}
+
 /// The kernel that run_chosen() would run, and the workspace that it needs; null if there is none.
 template <class Operation>
 const Kernel<typename Operation::Problem>* chosen(const typename Operation::Problem& problem, const Case& c,
                                                   int64_t& workspace_bytes) {
   const Kernel<typename Operation::Problem>* found = nullptr;
-  any_kernel<Operation>(c, [&](const auto& kernel) {
-    found = kernel.prepare(problem, workspace_bytes).done() ? &kernel : nullptr;
-    return found != nullptr;
+  const bool any = attempt(Family::kSm90, [&] {
+    return any_kernel<Operation>(c, [&](const auto& kernel) {
+      found = &kernel;
+      return prepared(kernel, problem, workspace_bytes).done();
+    });
   });
-  return found;
+  return any ? found : nullptr;
 }
 
 /// The most workspace that any of the kernels needs among which run_chosen() chooses.
 template <class Operation>
 int64_t most_workspace_bytes(const typename Operation::Problem& problem, const Case& c) {
   int64_t most = 0;
-  any_kernel<Operation>(c, [&](const auto& kernel) {
-    int64_t bytes = 0;
-    if (kernel.prepare(problem, bytes).done()) most = std::max(most, bytes);
-    return false;
+  attempt(Family::kSm90, [&] {
+    return any_kernel<Operation>(c, [&](const auto& kernel) {
+      int64_t bytes = 0;
+      if (prepared(kernel, problem, bytes).done()) most = std::max(most, bytes);
+      return false;
+    });
   });
   return most;
 }
 
 /// Runs the first kernel in the operation's rules that this build has and that supports the problem, on the current
 /// stream. Its workspace is `workspace`, or allocated on the device of `like` if that is undefined or too small.
-/// Returns false, with nothing done, if there is none.
+/// Returns false, with nothing done, if there is none, or if its launch is refused.
 template <class Operation>
 bool run_chosen(typename Operation::Problem problem, const Case& c, const at::Tensor& like, at::Tensor workspace = {}) {
-  return any_kernel<Operation>(c, [&](const auto& kernel) {
-    int64_t workspace_bytes = 0;
-    Status status = kernel.prepare(problem, workspace_bytes);
-    if (status.done()) {
+  return attempt(Family::kSm90, [&] {
+    return any_kernel<Operation>(c, [&](const auto& kernel) {
+      int64_t workspace_bytes = 0;
+      if (!prepared(kernel, problem, workspace_bytes).done()) return false;
       if (workspace_bytes > 0) {
         if (!workspace.defined() || workspace.numel() < workspace_bytes) {
           workspace = at::detail::empty_cuda({workspace_bytes}, like.options().dtype(at::kByte));
         }
         problem.workspace = workspace.mutable_data_ptr();
       }
-      status = kernel.run(problem, at::cuda::getCurrentCUDAStream());
-    }
-    if (status.kind != Status::kNotForMe) C10_CUDA_CHECK(status.error);
-    return status.kind != Status::kNotForMe;
+      launch(kernel, problem);
+      return true;
+    });
   });
 }
 

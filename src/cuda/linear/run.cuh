@@ -121,7 +121,8 @@ bool run(const RuleTensors& t) {
   for (const Way way : plan(sizes, conditions)) {
     bool done = false;
     if (way == Way::kSm80) {
-      done = !(overwrites_a(t) && t.d.size(1) > kSm80LeastColumns) && run_sm80<Rule>(t, automatic);
+      done = !(overwrites_a(t) && t.d.size(1) > kSm80LeastColumns) &&
+             attempt(Family::kSm80, [&] { return run_sm80<Rule>(t, automatic); });
     } else if constexpr (has_operations) {
       if (way == Way::kResidentWeights) done = run_chosen<typename Operations::Resident>(*problem, *sm90, t.d);
       if (way == Way::kStreamedWeights) done = run_chosen<typename Operations::Streamed>(*problem, *sm90, t.d);

@@ -68,7 +68,8 @@ bool launch_resident_kernel(ResidentArguments<Rule, T, X, V> p) {
   if (shared_bytes > device.sharedMemPerBlockOptin) return false;
   static PerDevice granted;
   int multiprocessors = 0;
-  C10_CUDA_CHECK(granted_multiprocessors(granted, kernel, device.sharedMemPerBlockOptin, multiprocessors));
+  pretend_refusal(Family::kSm80);
+  check_launch(Family::kSm80, granted_multiprocessors(granted, kernel, device.sharedMemPerBlockOptin, multiprocessors));
   const auto fit = static_cast<int64_t>(device.sharedMemPerMultiprocessor / (shared_bytes + reserved_bytes));
   const int64_t ctas = std::min<int64_t>(spec.ctas, fit) * multiprocessors;
   p.tiles_n = static_cast<int>(ceil_div(p.n, spec.tile_n(Rule::kProducts)));
@@ -77,7 +78,7 @@ bool launch_resident_kernel(ResidentArguments<Rule, T, X, V> p) {
   const int64_t of_rows = ceil_div(p.m, spec.rows * spec.groups());
   kernel<<<static_cast<unsigned>(std::min(of_columns, of_rows) * p.tiles_n), kSm80Threads, shared_bytes,
            at::cuda::getCurrentCUDAStream()>>>(p);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_launch(Family::kSm80, cudaGetLastError());
   return true;
 }
 

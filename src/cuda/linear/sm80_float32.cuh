@@ -44,7 +44,7 @@ void launch_float32(const Sm80Arguments<float, Rule::kProducts>& p, const Channe
 
 /// Whether products of a dtype are computed in float32, as torch's settings want, on a device that has the kernel.
 inline bool is_exact_float32(at::ScalarType dtype) {
-  return dtype == at::kFloat && !element_of(dtype) && device_properties().major >= 8;
+  return dtype == at::kFloat && !element_of(dtype) && device_properties().major >= 8 && !is_refused(Family::kSm80);
 }
 
 /// Whether to compute such products, of m rows with k features, to n, by the kernel, if it can read them; if

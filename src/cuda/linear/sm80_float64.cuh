@@ -24,7 +24,7 @@ inline bool wants_float64(at::ScalarType dtype) {
   const cudaDeviceProp& device = device_properties();
   const detail::KernelPath path = detail::kernel_path();
   return dtype == at::kDouble && (device.major == 8 || device.major == 9) && device.minor == 0 &&
-         (path == detail::KernelPath::kAuto || path == detail::KernelPath::kFused);
+         (path == detail::KernelPath::kAuto || path == detail::KernelPath::kFused) && !is_refused(Family::kSm80);
 }
 
 /// A gated linear unit whose output has channels first; t.d is not used. Returns false, with nothing done, if the
@@ -36,14 +36,15 @@ bool run_float64_to_channels(const RuleTensors& t, const ChannelPanel<double>& t
   static PerDevice granted;
   int multiprocessors = 0;
   const auto kernel = glu_to_channels_float64_kernel<F>;
-  C10_CUDA_CHECK(granted_multiprocessors(granted, kernel, kFloat64SharedBytes, multiprocessors));
+  pretend_refusal(Family::kSm80);
+  check_launch(Family::kSm80, granted_multiprocessors(granted, kernel, kFloat64SharedBytes, multiprocessors));
   p->tiles_n = static_cast<int>(ceil_div(p->n, kFloat64Rows));
   const int workers =
       std::clamp(multiprocessors * kFloat64Ctas / p->tiles_n, 1, static_cast<int>(ceil_div(p->m, kFloat64Rows)));
   kernel<<<static_cast<unsigned>(workers * p->tiles_n), kFloat64Threads, kFloat64SharedBytes,
            at::cuda::getCurrentCUDAStream()>>>(
       *p, {to.channels.mutable_data_ptr<double>(), to.channels.stride(0), to.positions, to.factors});
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_launch(Family::kSm80, cudaGetLastError());
   return true;
 }
 

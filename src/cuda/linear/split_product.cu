@@ -123,8 +123,10 @@ bool split_product(const Tensor& out, const Tensor& a, const Tensor& b, bool acc
   p.d_stride = to->row_stride;
   p.d_batch = to->batch_stride;
   p.accumulate = accumulate;
-  launch(p, major_a, major_b, static_cast<unsigned>(batch));
-  return true;
+  return attempt(Family::kSm80, [&] {
+    launch(p, major_a, major_b, static_cast<unsigned>(batch));
+    return true;
+  });
 }
 
 }  // namespace torchops::cuda

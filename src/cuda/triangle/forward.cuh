@@ -31,10 +31,11 @@ template <class Spec, auto kernel>
 void launch_portable(const gemm::PairProblem& p) {
   static PerDevice granted;
   int multiprocessors = 0;
-  C10_CUDA_CHECK(granted_multiprocessors(granted, kernel, Spec::kSharedBytes, multiprocessors));
+  pretend_refusal(Family::kSm80);
+  check_launch(Family::kSm80, granted_multiprocessors(granted, kernel, Spec::kSharedBytes, multiprocessors));
   kernel<<<static_cast<unsigned>(Spec::Tile::count(p.n)), gemm::kSm80Threads, Spec::kSharedBytes,
            at::cuda::getCurrentCUDAStream()>>>(p);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_launch(Family::kSm80, cudaGetLastError());
 }
 
 /// A float32 x, centred so that both steps can read it; nullopt for another x, and if there are no such kernels.
@@ -73,9 +74,10 @@ class PairSteps {
   /// Calls f(T()) for the type of the elements, if a kernel of sm80/triangle.cuh can compute this call.
   template <class F>
   bool run_portable(const F& f) const {
-    if (!ways_.sm80) return false;
-    t_.dtype() == at::kFloat ? f(float{}) : t_.dtype() == at::kBFloat16 ? f(at::BFloat16{}) : f(at::Half{});
-    return true;
+    return ways_.sm80 && attempt(Family::kSm80, [&] {
+             t_.dtype() == at::kFloat ? f(float{}) : t_.dtype() == at::kBFloat16 ? f(at::BFloat16{}) : f(at::Half{});
+             return true;
+           });
   }
 
   const detail::TriangleUpdate& t_;

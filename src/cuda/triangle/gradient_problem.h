@@ -58,7 +58,7 @@ class GradientKernels {
     p.norm_o = step.norm(t_, detail::kNormOut, eps_out);
     p.d_o = {d_o.mutable_data_ptr(), d_o.stride(1), d_o.stride(0)};
     p.grad = *positions(readable);
-    run(*out_, p);
+    gemm::launch(*out_, p);
   }
 
   /// From the cotangents of a, which had been multiplied by `scale`, and b: dx, which overwrites dz, plus the gradient
@@ -107,13 +107,7 @@ class GradientKernels {
       p.mask_row_stride = mask.stride(0);
       p.mask_stride = mask.stride(1);
     }
-    run(*in_, p);
-  }
-
-  static void run(const gemm::Kernel<gemm::PairGradientProblem>& kernel, const gemm::PairGradientProblem& p) {
-    const gemm::Status status = kernel.run(p, at::cuda::getCurrentCUDAStream());
-    C10_CUDA_CHECK(status.error);
-    TORCH_INTERNAL_ASSERT(status.done());
+    gemm::launch(*in_, p);
   }
 
   const TriangleUpdate& t_;

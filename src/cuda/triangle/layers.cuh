@@ -174,13 +174,16 @@ class TriangleLayers : public detail::TriangleLayout {
     const at::Tensor &w = update().weight(unit.p), &wg = update().weight(unit.g);
     if (!gemm::is_exact_float32(w.scalar_type()) && !gemm::wants_float64(w.scalar_type())) return false;
     const auto bias = contiguous(update().bias(unit.p)), gate_bias = contiguous(update().bias(unit.g));
-    bool done = false;
-    with_channels(panel, channels, mask, factor, [&]<class T>(const ChannelPanel<T>& to) {
-      const gemm::RuleTensors tensors{.d = channels, .a = z, .b = w, .bias = bias, .b2 = &wg, .bias2 = &gate_bias};
-      if constexpr (std::is_same_v<T, float>) done = gemm::run_float32_to_channels<gemm::GluRule<Sigmoid>>(tensors, to);
-      if constexpr (std::is_same_v<T, double>) done = gemm::run_float64_to_channels<Sigmoid>(tensors, to);
+    return attempt(Family::kSm80, [&] {
+      bool done = false;
+      with_channels(panel, channels, mask, factor, [&]<class T>(const ChannelPanel<T>& to) {
+        using Rule = gemm::GluRule<Sigmoid>;
+        const gemm::RuleTensors tensors{.d = channels, .a = z, .b = w, .bias = bias, .b2 = &wg, .bias2 = &gate_bias};
+        if constexpr (std::is_same_v<T, float>) done = gemm::run_float32_to_channels<Rule>(tensors, to);
+        if constexpr (std::is_same_v<T, double>) done = gemm::run_float64_to_channels<Sigmoid>(tensors, to);
+      });
+      return done;
     });
-    return done;
   }
   /// Calls f with a panel of padded channels, whose positions have the factors `mask` (N, N) times `factor`.
   template <class F>

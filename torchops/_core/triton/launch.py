@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchops._core.triton import refusal
+
 __all__ = ["FP_FUSION", "Launch", "is_watched", "noting", "stream_of"]
 
 _MOST_KEPT = 4096  # keys; each new N adds one
@@ -36,7 +38,8 @@ noting = _Noting()
 class Launch:
     """A kernel with its trailing constants, called with the grid and all other arguments.
 
-    The first call with a key goes through Triton, which compiles or finds the kernel. A failed call stores nothing.
+    The first call with a key goes through Triton, which compiles or finds the kernel. A failed call stores nothing; see
+    `refusal.py`.
     """
 
     def __init__(self, kernel: Any, **options: Any) -> None:
@@ -68,7 +71,7 @@ class Launch:
             run, function, metadata = compiled
             run(*grid, stream_of(device), function, metadata, None, None, None, *values, *self.constants)
             return compiled
-        compiled = self._kernel[grid](*args, **self.options)
+        compiled = refusal.compiled(lambda: self._kernel[grid](*args, **self.options))
         if not hasattr(compiled, "packed_metadata"):  # from the interpreter
             return None
         if len(self._compiled) >= _MOST_KEPT:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchops._core.devices import has_bfloat16
+from torchops._core.triton.refusal import why_refused
 from torchops._triangle_attention.attention.arguments import Inputs, OutputMask, Saved
 
 __all__ = ["MAX_HEAD_DIM", "PRIORITY", "Backend", "backend_for", "why_not_triton"]
@@ -60,7 +61,7 @@ def why_not_triton(like: Tensor, batch: int, rows: int, heads: int, d: int) -> s
         return f"expected at most {_MOST_BLOCKS} rows, and heads of the batch, got {rows} and {batch * heads}"
     if d > MAX_HEAD_DIM:
         return f"expected heads of at most {MAX_HEAD_DIM} features, got {d}"
-    return None if _has_triton() else "Triton is not installed"
+    return why_refused() if _has_triton() else "Triton is not installed"
 
 
 @cache

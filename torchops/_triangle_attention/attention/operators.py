@@ -15,9 +15,11 @@ from torchops._core.registration import (
     define,
     needs_decomposition,
     needs_grad,
+    no_derivatives,
     register,
     without_autocast,
 )
+from torchops._core.triton.refusal import again_if_refused
 from torchops._triangle_attention.attention import aten
 from torchops._triangle_attention.attention.arguments import (
     Inputs,
@@ -59,6 +61,7 @@ def _of_backward(grad: Tensor, *args: Any) -> tuple[Tensor, Inputs, Saved, Outpu
 # --- kernels and shapes ----------------------------------------------------------------------------------------------
 
 
+@again_if_refused
 def _forward(inputs: Inputs) -> Saved:
     return _empty(inputs) if inputs.q.numel() == 0 else backend_for(inputs).forward(inputs)
 
@@ -68,6 +71,7 @@ def _empty(inputs: Inputs) -> Saved:
     return Saved(torch.empty_like(q), q.new_zeros(inputs.sizes, dtype=accumulator(q.dtype)))
 
 
+@again_if_refused
 def _gradients(*args: Any) -> _Gradients:
     grad, inputs, saved, output_mask = _of_backward(*args)
     made: Sequence[Tensor | None] = [None] * 4
@@ -113,11 +117,12 @@ class _Attention(torch.autograd.Function):
 
 
 def _autograd(*args: Any) -> Tensor:
-    check(_PUBLIC, *args)
-    if needs_decomposition(*args[:4]):
-        return aten.written_out(inputs_of(*args))
-    if needs_grad(*args[:4]):
-        return _Attention.apply(*inputs_of(*args))
+    if not no_derivatives():
+        check(_PUBLIC, *args)
+        if needs_decomposition(*args[:4]):
+            return aten.written_out(inputs_of(*args))
+        if needs_grad(*args[:4]):
+            return _Attention.apply(*inputs_of(*args))
     with below_autograd():
         return triangle_attention(*args)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchops._core.devices import on
 from torchops._core.registration import define
 from torchops._core.triton.plan import Found, Plan, Plans, UnplannableError
+from torchops._core.triton.refusal import again_if_refused, why_refused
 from torchops._triangle_attention.attention.arguments import accumulator
 from torchops._triangle_attention.update.arguments import (
     Arguments,
@@ -110,7 +111,7 @@ def _planned(
     found: Found, launches: Callable[..., None], a: Arguments, tensors: Callable[[], Sequence[Tensor | None]]
 ) -> Plan | None:
     """The plan of a call that has passed its checks, if the fused kernels can use its tensors as they are."""
-    plan = found.plan
+    plan = found.plan if why_refused() is None else None
     if plan is None and a.x.is_cuda and a.x.numel():
         unfused = why_not_triton(a.x, a.q, a.heads)
         plan = False if unfused else plans.add(found, launches, tensors(), a.x.device)
@@ -132,10 +133,12 @@ def _run(plan: Plan, found: Found, given: Sequence[Tensor | None], made: Sequenc
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
 
+@again_if_refused
 def kernel(*args: Any) -> Tensor:
     return _update(False, Arguments(*args))[0]
 
 
+@again_if_refused
 def kept_kernel(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     made, product, logsumexp = _update(True, Arguments(*args))
     return made, product, logsumexp
@@ -168,6 +171,7 @@ def _forward(inputs: Inputs, target: Tensor, kept: Kept | None, low_memory: bool
         backend_for(inputs).forward(inputs, target, kept, low_memory)
 
 
+@again_if_refused
 def kernel_(*args: Any) -> None:
     a = Arguments._make((*args, True))
     x, given = a.x, a.tensors
@@ -215,6 +219,7 @@ def _empty_kept(a: Arguments) -> tuple[Tensor, Tensor]:
     return q.new_empty((batch, n, n, q.shape[0])), q.new_empty((batch, n, a.heads, n), dtype=accumulator(q.dtype))
 
 
+@again_if_refused
 def backward_kernel(*args: Any) -> list[Tensor]:
     """Panels get a larger share of memory than in inference, or a smaller one with `low_memory`."""
     b = BackwardArguments.of(*args)
