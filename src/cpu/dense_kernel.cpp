@@ -22,7 +22,7 @@ void dense_rows(Tensor y, const Tensor& x, const Tensor& w_t, const std::optiona
 // where one is enough. Here a thread computes a panel of it and applies the sigmoid while the panel is in its cache.
 //
 // The product of each panel packs w again (in * out elements, against in * out * rows multiplications), so a panel has
-// 1 MiB, or min(in, 512) rows if that is more, but never more rows than an equal share per thread.
+// at most 1 MiB, or min(in, 512) rows if that is more, but never more rows than an equal share per thread.
 Tensor dense_cpu(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
   check_dense(x, w, b);
   const int64_t in_features = w.size(1), out_features = w.size(0);
@@ -42,7 +42,7 @@ Tensor dense_cpu(const Tensor& x, const Tensor& w, const std::optional<Tensor>& 
   constexpr int64_t panel_bytes = int64_t{1} << 20;
   const int64_t panel_rows = std::max(panel_bytes / (out_features * static_cast<int64_t>(x.element_size())),
                                       std::clamp(in_features, int64_t{1}, int64_t{512}));
-  for_each_panel(rows, std::min(panel_rows, rows_per_thread), [&](int64_t begin, int64_t end) {
+  for_each_panel(rows, balanced_rows(rows, std::min(panel_rows, rows_per_thread)), [&](int64_t begin, int64_t end) {
     dense_rows(y_rows.narrow(0, begin, end - begin), x_rows.narrow(0, begin, end - begin), w_t, b);
   });
   return y;

@@ -37,9 +37,13 @@ void for_each_row_panel(const Tensor& self, Operands operands, RowPanels panels,
     const int64_t most_rows = std::max(kMaxScratchBytes / row_scratch, int64_t{1});
     const int64_t rows_per_thread = ceil_div(rows, threads);
     const bool one_by_one = std::min(most_rows, rows_per_thread) < panels.min_rows;
-    const int64_t step = one_by_one ? std::min(threads * most_rows, rows)
-                                    : std::clamp(kPanelBytes / std::max(row_bytes, panels.widest_row_bytes),
-                                                 panels.min_rows, std::min(most_rows, rows_per_thread));
+    const int64_t largest = std::min(most_rows, rows_per_thread);
+    const int64_t step = one_by_one
+                             ? std::min(threads * most_rows, rows)
+                             : balanced_rows(rows,
+                                             std::clamp(kPanelBytes / std::max(row_bytes, panels.widest_row_bytes),
+                                                        panels.min_rows, largest),
+                                             panels.min_rows, largest);
     const int64_t count = ceil_div(rows, step), shares = one_by_one ? 1 : std::min(threads, count);
     if (scratch.empty()) scratch = allocate(shares, x, step, panels.scratch);
     const auto run_share = [&](int64_t share) {

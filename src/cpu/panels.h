@@ -27,6 +27,17 @@ constexpr int64_t kSliceBytes = int64_t{1} << 20;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+/// The rows of panels of about the same size, of which each thread gets as many: at least `fewest` and at most `most`,
+/// or up to `limit` if only larger panels can be divided so. `most` if none can.
+inline int64_t balanced_rows(int64_t rows, int64_t most, int64_t fewest = 1, int64_t limit = 0) {
+  const int64_t threads = at::get_num_threads(), turns = ceil_div(rows, most) / threads;
+  for (const int64_t count : {ceil_div(ceil_div(rows, most), threads) * threads, turns * threads}) {
+    const int64_t balanced = count > 0 ? ceil_div(rows, count) : 0;
+    if (balanced >= fewest && balanced <= std::max(most, limit)) return balanced;
+  }
+  return most;
+}
+
 /// Calls f(begin, end) for consecutive ranges of `rows_per_panel` rows, each range on one thread. No operator inside f
 /// records history: worker threads don't inherit the guard of the kernel that started them.
 template <class F>

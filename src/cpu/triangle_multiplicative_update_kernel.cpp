@@ -58,7 +58,8 @@ class Layers : public detail::TriangleLayout {
   /// Calls f on each panel of the pair matrix, on one thread per panel.
   template <class F>
   void for_each_panel(const F& f) const {
-    cpu::for_each_panel(n(), rows_per_panel(), [&](int64_t begin, int64_t end) { f(TrianglePanel{begin, end}); });
+    const int64_t most = rows_per_panel(), step = most < n() ? balanced_rows(n(), most) : most;
+    cpu::for_each_panel(n(), step, [&](int64_t begin, int64_t end) { f(TrianglePanel{begin, end}); });
   }
 
   using Moments = std::tuple<Tensor, Tensor, Tensor>;
@@ -225,12 +226,12 @@ Tensor update_cpu_(Tensor& x, const OptionalTensor& mask, const TriangleParamete
 // The number of chunks depends only on sizes, and so does the order of the additions. Each chunk is processed by one
 // thread.
 struct Chunks {
-  int64_t n, step, panels, count;
+  int64_t n, panels, step, count;
 
   explicit Chunks(const Layers& layers)
       : n(layers.n()),
-        step(layers.rows_per_panel()),
-        panels(ceil_div(n, step)),
+        panels(ceil_div(n, layers.rows_per_panel())),
+        step(ceil_div(n, std::max(panels, int64_t{1}))),
         count(std::clamp(panels, int64_t{1}, int64_t{16})) {}
 
   /// Calls f(chunk, panel) for each panel.

@@ -63,14 +63,13 @@ class TriangleLayout {
     return backend_.empty(sizes, options);
   }
 
-  /// Room for `count` matrices. If products leave out the padding, it is zero.
-  at::Tensor empty_padded(int64_t count) const {
-    const at::Tensor channels = empty({count, padded_, row_stride_});
-    if (!backend_.multiplies_padding) {
-      zero_behind(channels, 1);
-      zero_behind(channels, 2);
-    }
-    return channels;
+  /// Room for `count` matrices.
+  at::Tensor empty_padded(int64_t count) const { return empty({count, padded_, row_stride_}); }
+  /// Writes zeros to the padding that products leave out, for a result of which it is a part.
+  void zero_padding(const at::Tensor& padded) const {
+    if (backend_.multiplies_padding) return;
+    zero_behind(padded, 1);
+    zero_behind(padded, 2);
   }
   /// One matrix per channel, as products read and write them.
   at::Tensor empty_matrices() const {
@@ -180,6 +179,8 @@ class RotatingChannels {
   RotatingChannels(const TriangleLayout& layout, int64_t elements)
       : layout_(layout), memory_(layout.empty_padded(elements * layout.channels() + layout.group())) {}
 
+  void zero_padding() const { layout_.zero_padding(memory_); }
+
   at::Tensor results(int64_t element) const { return from(element * layout_.channels()); }
   /// Where to write the factors of these results.
   at::Tensor factors(int64_t element) const { return from(element * layout_.channels() + layout_.group()); }
@@ -211,6 +212,7 @@ at::Tensor for_each_product(const TriangleLayout& layout, bool keep_product, con
   const int64_t batch = batch_size(t.x, 3);
   if (batch == 0 && !keep_product) return layout.empty({0});
   const RotatingChannels memory(layout, keep_product ? batch : 1);
+  if (keep_product) memory.zero_padding();
   for (int64_t index = 0; index < batch; ++index) {
     const int64_t place = keep_product ? index : 0;
     const at::Tensor a = memory.factors(place), o = memory.results(place);
