@@ -56,13 +56,14 @@ Status prepared(const Kernel<Problem>& kernel, const Problem& problem, int64_t& 
   return status;
 }
 
-/// kernel.run() on the current stream, of a problem that is prepared. Throws as check_launch() does.
+/// kernel.run() on the current stream, of a problem that is prepared. False, with nothing done, if it turns out not to
+/// support it. Throws as check_launch() does.
 template <class Problem>
-void launch(const Kernel<Problem>& kernel, const Problem& problem) {
+bool launch(const Kernel<Problem>& kernel, const Problem& problem) {
   pretend_refusal(Family::kSm90);
   const Status status = kernel.run(problem, at::cuda::getCurrentCUDAStream());
   check_launch(Family::kSm90, status.error);
-  TORCH_INTERNAL_ASSERT(status.done());
+  return status.done();
 }
 
 /// The kernel that run_chosen() would run, and the workspace that it needs; null if there is none.
@@ -108,8 +109,7 @@ bool run_chosen(typename Operation::Problem problem, const Case& c, const at::Te
         }
         problem.workspace = workspace.mutable_data_ptr();
       }
-      launch(kernel, problem);
-      return true;
+      return launch(kernel, problem);
     });
   });
 }

@@ -58,7 +58,7 @@ class GradientKernels {
     p.norm_o = step.norm(t_, detail::kNormOut, eps_out);
     p.d_o = {d_o.mutable_data_ptr(), d_o.stride(1), d_o.stride(0)};
     p.grad = *positions(readable);
-    gemm::launch(*out_, p);
+    TORCH_INTERNAL_ASSERT(gemm::launch(*out_, p));
   }
 
   /// From the cotangents of a, which had been multiplied by `scale`, and b: dx, which overwrites dz, plus the gradient
@@ -107,7 +107,7 @@ class GradientKernels {
       p.mask_row_stride = mask.stride(0);
       p.mask_stride = mask.stride(1);
     }
-    gemm::launch(*in_, p);
+    TORCH_INTERNAL_ASSERT(gemm::launch(*in_, p));
   }
 
   const TriangleUpdate& t_;
