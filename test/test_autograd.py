@@ -70,8 +70,9 @@ def test_results_share_no_memory(case: OpCase, device: str, dtype: torch.dtype, 
     arguments = sample(dtype, device, requires_grad=True)
     cotangent = random_like(case.reference(*sample(dtype, device)[0], **sample(dtype, device)[1]))
     with SharedMemory() as mode:
-        gradients(case.pure, arguments, cotangent)
+        out, _ = gradients(case.pure, arguments, cotangent)
     assert mode.operators == []
+    assert not out._is_view()  # or callers could not overwrite it
 
 
 # All subsets of eleven would take minutes for each sample.

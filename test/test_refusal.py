@@ -49,12 +49,14 @@ def test_a_refused_launch_says_why() -> None:
 def test_one_warning(recwarn: pytest.WarningsRecorder) -> None:
     for _ in range(2):
         with pytest.raises(refusal.RefusedError):
-            Launch(Kernel(ValueError()))((1, 1, 1), torch.ones(1))
+            Launch(Kernel(OSError()))((1, 1, 1), torch.ones(1))
     assert len(recwarn) == 1
-    assert refusal.why_refused() == "Triton's kernels don't run here (ValueError: no message)"
+    assert refusal.why_refused() == "Triton's kernels don't run here (OSError: no message)"
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no memory"), RuntimeError("out of memory"), ValueError(), KeyboardInterrupt()]
+)
 def test_what_is_no_refusal(error: Any) -> None:
     with pytest.raises(type(error)):
         Launch(Kernel(error))((1, 1, 1), torch.ones(1))
@@ -63,7 +65,7 @@ def test_what_is_no_refusal(error: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:torchops. Triton")
 def test_a_kernel_of_an_operator_runs_again() -> None:
-    kernel = Kernel(RuntimeError("refused"))
+    kernel = Kernel(RuntimeError("Triton Error [CUDA]: no kernel image is available"))
 
     @refusal.again_if_refused
     def of_operator(x: torch.Tensor) -> torch.Tensor:
@@ -74,6 +76,25 @@ def test_a_kernel_of_an_operator_runs_again() -> None:
     assert of_operator(torch.ones(1)) == 2
     assert of_operator(torch.ones(1)) == 2
     assert kernel.launches == 1
+
+
+@pytest.mark.filterwarnings("ignore:torchops. Triton")
+def test_a_kernel_that_has_overwritten_its_argument_does_not_run_again() -> None:
+    x = torch.zeros(1)
+
+    def of_operator(x: torch.Tensor, launches: int) -> None:
+        for _ in range(launches):
+            refusal.compiled(lambda: x.add_(1))
+        if refusal.why_refused() is None:
+            Launch(Kernel(OSError("refused")))((1, 1, 1), x)
+
+    kernel = refusal.again_if_refused(of_operator, overwrites=True)
+    with pytest.raises(refusal.RefusedError, match="refused"):
+        kernel(x, 1)
+    assert x == 1
+    refusal._reason = None
+    kernel(x, 0)
+    assert x == 1
 
 
 def test_no_backend_of_triton_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,11 @@ using detail::GluActivation;
 constexpr int64_t kFewestRows = 128;  // of a panel; with fewer, packing the weights dominates
 
 // Whether one product of both weights is faster than two: where beginning one, which takes oneDNN about 20 microseconds
-// in 16 bits, or reading x counts beside a scratch of twice the result.
-bool multiplies_both(const Tensor& y, const Tensor& w, const Tensor& wg) {
+// in 16 bits, or reading x counts beside a scratch of twice the result. x is not copied.
+bool multiplies_both(const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& wg) {
   constexpr int64_t most_elements = int64_t{1} << 16;
-  return y.numel() > 0 && y.numel() <= most_elements && detail::are_halves(w, wg);
+  return y.numel() > 0 && y.numel() <= most_elements && x.is_contiguous() && x.scalar_type() == w.scalar_type() &&
+         detail::are_halves(w, wg);
 }
 
 void glu_of_both(const Tensor& y, const Tensor& x, const Tensor& w, const OptionalTensor& b, const OptionalTensor& bg,
@@ -48,9 +49,9 @@ Tensor glu_cpu(const Tensor& x, const Tensor& w, const Tensor& wg, const Optiona
   check_glu(x, w, wg, b, bg, activation);
   const GluActivation act = detail::glu_activation(activation);
   Tensor y = at::detail::empty_cpu(detail::with_last(x.sizes(), w.size(0)), w.options());
-  if (multiplies_both(y, w, wg)) {
+  if (multiplies_both(y, x, w, wg)) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    glu_of_both(detail::as_rows(y), detail::as_rows(x).to(w.scalar_type()), w, b, bg, act);
+    glu_of_both(detail::as_rows(y), detail::as_rows(x), w, b, bg, act);
     return y;
   }
   const Tensor w_t = transposed(w), wg_t = transposed(wg);

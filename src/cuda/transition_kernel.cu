@@ -181,7 +181,7 @@ bool add_float32(const Tensor& sum, const Tensor& x_rows, const Transition& t) {
     if (fused(target, centered.rows(), t, x)) return;
     // If the kernel cannot read the strides.
     done = fused(centered.rows(), centered.rows(), t, /*residual=*/{});
-    TORCH_INTERNAL_ASSERT(done || begin == 0);  // a launch is refused at first or not at all
+    if (!done && begin > 0) throw Refused();  // rows before these are overwritten
     if (done) at::cuda::add_out(target, x, centered.rows());
   });
   return done;

@@ -271,15 +271,16 @@ std::vector<Tensor> update_backward_cuda(const Tensor& grad, const Tensor& x, co
   TriangleUpdate t =
       detail::checked_triangle_update_backward(grad, x, product, mask, parameters, outgoing, eps, output_mask);
   const c10::cuda::CUDAGuard guard(x.device());
+  const auto has_product = [&] { return !product.empty(); };  // it is cleared as soon as it isn't needed
   if (const auto centered = pair_steps::centered(t)) {
     t.x = centered->rows();
-    std::vector<Tensor> gradients =
-        again_if_refused([&] { return gradients_of(grad, t, product, output_mask, /*add_residual=*/false); });
+    std::vector<Tensor> gradients = again_if_refused(
+        [&] { return gradients_of(grad, t, product, output_mask, /*add_residual=*/false); }, has_product);
     if (output_mask[0]) gradients[0] = centered->gradient(gradients[0]);
     if (output_mask[0] && add_residual) gradients[0].add_(grad);
     return gradients;
   }
-  return again_if_refused([&] { return gradients_of(grad, t, product, output_mask, add_residual); });
+  return again_if_refused([&] { return gradients_of(grad, t, product, output_mask, add_residual); }, has_product);
 }
 
 }  // namespace

@@ -59,10 +59,10 @@ void a_call_that_cannot_go_on_starts_again() {
   const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
   const auto call = [&] {
     if (is_refused(Family::kSm80)) return 2;
-    torchops::cuda::pretend_refusal(Family::kSm80);
+    torchops::cuda::begin_launch(Family::kSm80);
     return 1;
   };
-  EXPECT(torchops::cuda::again_if_refused(call) == 2);
+  EXPECT(torchops::cuda::again_if_refused(call, [] { return true; }) == 2);
   EXPECT(warnings.texts.size() == 1);
 }
 

@@ -65,7 +65,8 @@ void check_launch(Family family, cudaError_t error) {
   throw Refused();
 }
 
-void pretend_refusal(Family family) {
+void begin_launch(Family family) {
+  C10_CUDA_CHECK(cudaGetLastError());
   static const std::string_view named = [] {
     const char* const names = std::getenv("TORCHOPS_PRETEND_REFUSED");
     return std::string_view(names == nullptr ? "" : names);

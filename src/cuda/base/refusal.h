@@ -27,8 +27,9 @@ class Refused : public std::exception {
 /// Refused, so that from now on is_refused(); warns at the first time. Throws c10::Error for every other error.
 void check_launch(Family family, cudaError_t error);
 
-/// To be called before each first launch: refuses it if TORCHOPS_PRETEND_REFUSED, for tests, names the family.
-void pretend_refusal(Family family);
+/// To be called before a launch. Throws c10::Error for an error that an earlier call has left, which check_launch()
+/// would take for one of this launch. Refuses it if TORCHOPS_PRETEND_REFUSED, for tests, names the family.
+void begin_launch(Family family);
 
 /// f(), which tells whether it has done anything. False, with nothing done, if the family is refused. A launch that
 /// f() has completed before another one is refused must not have overwritten what f() reads.
@@ -42,13 +43,13 @@ bool attempt(Family family, const F& f) {
   }
 }
 
-/// f(), and if a launch in it is refused f() again, which then takes other kernels. It must not overwrite what it
-/// reads.
-template <class F>
-auto again_if_refused(const F& f) {
+/// f(), and if a launch in it is refused f() again, which then takes other kernels; unless what it reads is gone.
+template <class F, class Readable>
+auto again_if_refused(const F& f, const Readable& is_readable) {
   try {
     return f();
   } catch (const Refused&) {
+    if (!is_readable()) throw;
     return f();
   }
 }

@@ -60,7 +60,7 @@ Status prepared(const Kernel<Problem>& kernel, const Problem& problem, int64_t& 
 /// support it. Throws as check_launch() does.
 template <class Problem>
 bool launch(const Kernel<Problem>& kernel, const Problem& problem) {
-  pretend_refusal(Family::kSm90);
+  begin_launch(Family::kSm90);
   const Status status = kernel.run(problem, at::cuda::getCurrentCUDAStream());
   check_launch(Family::kSm90, status.error);
   return status.done();

@@ -68,7 +68,7 @@ bool launch_resident_kernel(ResidentArguments<Rule, T, X, V> p) {
   if (shared_bytes > device.sharedMemPerBlockOptin) return false;
   static PerDevice granted;
   int multiprocessors = 0;
-  pretend_refusal(Family::kSm80);
+  begin_launch(Family::kSm80);
   check_launch(Family::kSm80, granted_multiprocessors(granted, kernel, device.sharedMemPerBlockOptin, multiprocessors));
   const auto fit = static_cast<int64_t>(device.sharedMemPerMultiprocessor / (shared_bytes + reserved_bytes));
   const int64_t ctas = std::min<int64_t>(spec.ctas, fit) * multiprocessors;

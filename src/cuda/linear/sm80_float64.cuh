@@ -36,7 +36,7 @@ bool run_float64_to_channels(const RuleTensors& t, const ChannelPanel<double>& t
   static PerDevice granted;
   int multiprocessors = 0;
   const auto kernel = glu_to_channels_float64_kernel<F>;
-  pretend_refusal(Family::kSm80);
+  begin_launch(Family::kSm80);
   check_launch(Family::kSm80, granted_multiprocessors(granted, kernel, kFloat64SharedBytes, multiprocessors));
   p->tiles_n = static_cast<int>(ceil_div(p->n, kFloat64Rows));
   const int workers =

@@ -16,7 +16,7 @@ template <auto kernel, class Arguments, class... Others>
 void launch_tiles(Arguments p, int tile_m, int tile_n, size_t shared_bytes, unsigned batch, const Others&... others) {
   static PerDevice granted;
   int multiprocessors = 0;
-  pretend_refusal(Family::kSm80);
+  begin_launch(Family::kSm80);
   check_launch(Family::kSm80, granted_multiprocessors(granted, kernel, shared_bytes, multiprocessors));
   p.tiles_n = static_cast<int>(ceil_div(p.n, tile_n));
   const int64_t tiles = ceil_div(p.m, tile_m) * p.tiles_n;

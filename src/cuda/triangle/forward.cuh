@@ -31,7 +31,7 @@ template <class Spec, auto kernel>
 void launch_portable(const gemm::PairProblem& p) {
   static PerDevice granted;
   int multiprocessors = 0;
-  pretend_refusal(Family::kSm80);
+  begin_launch(Family::kSm80);
   check_launch(Family::kSm80, granted_multiprocessors(granted, kernel, Spec::kSharedBytes, multiprocessors));
   kernel<<<static_cast<unsigned>(Spec::Tile::count(p.n)), gemm::kSm80Threads, Spec::kSharedBytes,
            at::cuda::getCurrentCUDAStream()>>>(p);

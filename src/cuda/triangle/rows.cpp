@@ -90,8 +90,10 @@ bool rows_out_backward_cuda(const Tensor& grad, const Tensor& o, const Tensor& x
   const Tensor rows = pair_steps::readable(x);
   GradientStep step(t, chosen);
   if (!step.choose(t, rows, dz, moments, moments.mutable_data_ptr<float>(), sums)) return false;
-  step.kernels.out(rows, grad, o, eps_out, dz, d_o, step.memory);
-  return true;
+  return attempt(Family::kSm90, [&] {
+    step.kernels.out(rows, grad, o, eps_out, dz, d_o, step.memory);
+    return true;
+  });
 }
 
 bool rows_in_backward_cuda(const Tensor& da, const Tensor& db, const Tensor& x, const OptionalTensor& mask,
@@ -107,9 +109,11 @@ bool rows_in_backward_cuda(const Tensor& da, const Tensor& db, const Tensor& x, 
   GradientStep step(t, chosen);
   auto* const pairs = const_cast<float*>(moments.const_data_ptr<float>());  // only read
   if (!step.choose(t, rows, dz, moments, pairs, sums)) return false;
-  step.kernels.in(rows, mask ? mask->to(t.dtype()) : Tensor(), da, db, scale, dz, residual.value_or(Tensor()),
-                  step.memory);
-  return true;
+  const Tensor of_edges = mask ? mask->to(t.dtype()) : Tensor();
+  return attempt(Family::kSm90, [&] {
+    step.kernels.in(rows, of_edges, da, db, scale, dz, residual.value_or(Tensor()), step.memory);
+    return true;
+  });
 }
 
 std::vector<Tensor> parameter_gradients_cuda(const Tensor& sums, const TriangleParameterList& parameters,

@@ -71,6 +71,9 @@ class Launch:
             run, function, metadata = compiled
             run(*grid, stream_of(device), function, metadata, None, None, None, *values, *self.constants)
             return compiled
+        if compiled is not None:
+            self._kernel[grid](*args, **self.options)
+            return compiled
         compiled = refusal.compiled(lambda: self._kernel[grid](*args, **self.options))
         if not hasattr(compiled, "packed_metadata"):  # from the interpreter
             return None

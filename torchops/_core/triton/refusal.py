@@ -7,6 +7,7 @@ this Triton does not know. `src/cuda/base/refusal.h` does the same for kernels i
 from __future__ import annotations
 
 import os
+import subprocess
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -18,6 +19,10 @@ __all__ = ["RefusedError", "again_if_refused", "compiled", "why_refused"]
 
 _Result = TypeVar("_Result")
 _reason: str | None = None
+_launches = 0
+
+# Of the RuntimeErrors of Triton's launcher, which name errors of the driver, and of its search for a compiler.
+_MEANT = ("no kernel image", "kernel image is invalid", "invalid argument", "not supported", "ptx", "c compiler")
 
 
 class RefusedError(RuntimeError):
@@ -33,17 +38,16 @@ def compiled(launch: Callable[[], _Result]) -> _Result:
     """``launch()``, the first launch of a kernel, which compiles it.
 
     Raises:
-        RefusedError: it cannot be compiled or launched.
-        torch.OutOfMemoryError: as PyTorch's operators.
+        RefusedError: it cannot be compiled or launched. Other errors, such as those of memory, come as they are.
     """
-    global _reason
+    global _reason, _launches
     try:
         if "triton" in os.environ.get("TORCHOPS_PRETEND_REFUSED", ""):  # for tests
-            raise RuntimeError("TORCHOPS_PRETEND_REFUSED names triton")
-        return launch()
-    except torch.OutOfMemoryError:
-        raise
+            raise OSError("TORCHOPS_PRETEND_REFUSED names triton")
+        result = launch()
     except Exception as error:
+        if not _means_refusal(error):
+            raise
         of_error = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
         if _reason is None:
             warnings.warn(
@@ -53,17 +57,34 @@ def compiled(launch: Callable[[], _Result]) -> _Result:
             )
         _reason = f"Triton's kernels don't run here ({of_error})"
         raise RefusedError(_reason) from error
+    _launches += 1
+    return result
 
 
-def again_if_refused(kernel: Callable[..., _Result]) -> Callable[..., _Result]:
-    """A kernel of an operator, called once more if one of Triton's is refused: then it takes another. A kernel that
-    overwrites its argument may do so only after its last other launch."""
+def _means_refusal(error: Exception) -> bool:
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    if isinstance(error, (OSError, ImportError, subprocess.SubprocessError)):
+        return True
+    if type(error).__module__.startswith("triton"):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _MEANT)
+
+
+def again_if_refused(kernel: Callable[..., _Result], *, overwrites: bool = False) -> Callable[..., _Result]:
+    """A kernel of an operator, called once more if one of Triton's is refused: then it takes another.
+
+    If it `overwrites` an argument, only if nothing has been launched yet; otherwise the error is raised.
+    """
 
     @wraps(kernel)
     def call(*args: Any) -> _Result:
+        before = _launches
         try:
             return kernel(*args)
         except RefusedError:
+            if overwrites and _launches != before:
+                raise
             return kernel(*args)
 
     return call

@@ -54,9 +54,10 @@ def forward(inputs: Inputs) -> Saved:
             )
             # The operator computes both as (rows, N, H) but returns views as (rows, H, N).
             lse[b, rows] = panel_lse
-            whole_out = panel_out.unsqueeze(0)
-            if whole_out.shape == q.shape and whole_out.stride() == out.stride():
-                return Saved(whole_out, lse)
+            if (1, *panel_out.shape) == q.shape and panel_out.stride() == out.stride()[1:]:
+                # The same memory, but no view, which autograd would not let callers overwrite.
+                out.set_(panel_out.untyped_storage(), panel_out.storage_offset(), out.shape, out.stride())
+                continue
             out[b, rows] = panel_out
             continue
         s = _scores(panel[0], panel[1], bias[b], kept, scale)

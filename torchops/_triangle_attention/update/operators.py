@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -171,7 +172,7 @@ def _forward(inputs: Inputs, target: Tensor, kept: Kept | None, low_memory: bool
         backend_for(inputs).forward(inputs, target, kept, low_memory)
 
 
-@again_if_refused
+@partial(again_if_refused, overwrites=True)
 def kernel_(*args: Any) -> None:
     a = Arguments._make((*args, True))
     x, given = a.x, a.tensors
