@@ -2,7 +2,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -59,7 +58,7 @@ void a_call_that_cannot_go_on_starts_again() {
   const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
   const auto call = [&] {
     if (is_refused(Family::kSm80)) return 2;
-    torchops::cuda::begin_launch(Family::kSm80);
+    torchops::cuda::check_launch(Family::kSm80, cudaErrorInvalidConfiguration);
     return 1;
   };
   EXPECT(torchops::cuda::again_if_refused(call, [] { return true; }) == 2);
@@ -69,7 +68,6 @@ void a_call_that_cannot_go_on_starts_again() {
 }  // namespace
 
 int main() {
-  setenv("TORCHOPS_PRETEND_REFUSED", "sm80", /*overwrite=*/1);
   other_errors_are_errors();
   no_more_are_tried();
   a_call_that_cannot_go_on_starts_again();
