@@ -1,6 +1,5 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
-#include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 #include <torch/library.h>
@@ -28,10 +27,10 @@ bool multiplies_both(const Tensor& y, const Tensor& x, const Tensor& w, const Te
 
 void glu_of_both(const Tensor& y, const Tensor& x, const Tensor& w, const OptionalTensor& b, const OptionalTensor& bg,
                  GluActivation activation) {
-  const int64_t n = w.size(0), k = w.size(1);
+  const int64_t n = w.size(0);
   Tensor both = at::empty({y.size(0), 2 * n}, w.options());
   const Tensor value = both.narrow(1, 0, n), gate = both.narrow(1, n, n);
-  const Tensor weights_t = at::cpu::as_strided(w, {k, 2 * n}, {1, k}, w.storage_offset());
+  const Tensor weights_t = transposed(both_halves(w));
   if (b || bg) {
     b ? value.copy_(*b) : value.zero_();
     bg ? gate.copy_(*bg) : gate.zero_();

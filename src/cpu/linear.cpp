@@ -5,11 +5,18 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 #include <ATen/ops/sum_cpu_dispatch.h>
+#include <c10/util/strides.h>
 
 namespace torchops::cpu {
 
 Tensor transposed(const Tensor& w) {
   return at::cpu::as_strided(w, {w.size(1), w.size(0)}, {w.stride(1), w.stride(0)}, w.storage_offset());
+}
+
+Tensor both_halves(const Tensor& first) {
+  at::DimVector sizes(first.sizes());
+  sizes[0] *= 2;
+  return at::cpu::as_strided(first, sizes, c10::contiguous_strides(sizes), first.storage_offset());
 }
 
 void linear_out(Tensor out, const Tensor& x, const Tensor& w_t, const std::optional<Tensor>& b) {

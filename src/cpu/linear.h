@@ -15,6 +15,9 @@ namespace torchops::cpu {
 /// w.t(), without the two trips through the dispatcher.
 Tensor transposed(const Tensor& w);
 
+/// The tensor whose halves are `first` and what follows it in memory (detail::are_halves).
+Tensor both_halves(const Tensor& first);
+
 /// out = x @ w_t + b. The accumulators of the product start from the bias. at::addmm_out would do the same, but expands
 /// the bias to the shape of out first.
 void linear_out(Tensor out, const Tensor& x, const Tensor& w_t, const std::optional<Tensor>& b);

@@ -1,6 +1,5 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/add_cpu_dispatch.h>
-#include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -48,7 +47,8 @@ class Layers : public detail::TriangleLayout {
   explicit Layers(const TriangleUpdate& t)
       : TriangleLayout(t, kBackend, kGroupBytes),
         in_(t.x, t.x.sizes().slice(t.x.dim() - 1), t.parameters[detail::kNormIn], t.parameters[detail::kNormIn + 1]),
-        out_(t.weight(detail::kPA), {channels()}, t.parameters[detail::kNormOut], t.parameters[detail::kNormOut + 1]) {}
+        out_(t.weight(detail::kPA), {channels()}, t.parameters[detail::kNormOut], t.parameters[detail::kNormOut + 1]),
+        sides_(make_sides()) {}
 
   int64_t rows_per_panel() const {
     const int64_t features = std::max(update().x.size(-1), channels());
@@ -103,15 +103,16 @@ class Layers : public detail::TriangleLayout {
   };
   /// Both in one, with half the calls, if their parameters are halves of one tensor and the scratch of twice the size
   /// fits a panel.
-  std::vector<Sides> sides() const {
-    const auto p = stacked(detail::kPA, detail::kPB), g = stacked(detail::kGA, detail::kGB);
-    if (p && g && 2 * n() <= rows_per_panel()) return {{*p, *g, 0, 2}};
-    return {{alone(detail::kPA), alone(detail::kGA), 0, 1}, {alone(detail::kPB), alone(detail::kGB), 1, 1}};
-  }
+  const std::vector<Sides>& sides() const { return sides_; }
   /// The sigmoid of channels_first() or linear().
   static Tensor sigmoid(Tensor preactivation) { return at::cpu::sigmoid_(preactivation); }
 
  private:
+  std::vector<Sides> make_sides() const {
+    const auto p = stacked(detail::kPA, detail::kPB), g = stacked(detail::kGA, detail::kGB);
+    if (p && g && 2 * n() <= rows_per_panel()) return {{*p, *g, 0, 2}};
+    return {{alone(detail::kPA), alone(detail::kGA), 0, 1}, {alone(detail::kPB), alone(detail::kGB), 1, 1}};
+  }
   Stack alone(TriangleParameter layer) const { return {update().weight(layer), update().bias(layer), {layer, layer}}; }
   std::optional<Stack> stacked(TriangleParameter a, TriangleParameter b) const {
     const Tensor &w = update().weight(a), &other = update().weight(b);
@@ -119,14 +120,11 @@ class Layers : public detail::TriangleLayout {
     const bool halves = detail::are_halves(w, other) && bias.has_value() == other_bias.has_value() &&
                         (!bias || detail::are_halves(*bias, *other_bias));
     if (!halves) return std::nullopt;
-    const auto both = [](const Tensor& half, at::IntArrayRef sizes, at::IntArrayRef strides) {
-      return at::cpu::as_strided(half, sizes, strides, half.storage_offset());
-    };
-    const int64_t d = w.size(0), c = w.size(1);
-    return Stack{both(w, {2 * d, c}, {c, 1}), bias ? OptionalTensor(both(*bias, {2 * d}, {1})) : bias, {a, b}};
+    return Stack{both_halves(w), bias ? OptionalTensor(both_halves(*bias)) : bias, {a, b}};
   }
 
   Affine in_, out_;
+  std::vector<Sides> sides_;
 };
 
 // What belongs to the i-th of the sides, of a tensor with the features of all.
@@ -258,10 +256,7 @@ class Gradients {
   /// Adds the gradients of a linear layer with the cotangent (out, rows) and the input (rows, in).
   void add_layer(TriangleParameter layer, const Tensor& cotangent, const Tensor& input) const {
     if (wants(layer)) all_.add(layer, at::cpu::mm(cotangent, input), chunk_);
-    if (wants(layer + 1)) {
-      const at::ScalarType dtype = detail::moments_dtype(layers_.update().dtype());
-      all_.add(layer + 1, cotangent.sum(1, false, dtype), chunk_);
-    }
+    add_bias(layer, cotangent);
   }
   /// The same for layers of all sides, in one product.
   void add_layers(const Layers::Sides& sides, const Layers::Stack& stack, const Tensor& cotangent,
@@ -272,10 +267,7 @@ class Gradients {
     for (size_t i = 0; i < sides.count; ++i) {
       const TriangleParameter layer = stack.layers[i];
       if (wants(layer)) all_.add(layer, of_side(of_weights, sides, i), chunk_);
-      if (wants(layer + 1)) {
-        const at::ScalarType dtype = detail::moments_dtype(layers_.update().dtype());
-        all_.add(layer + 1, of_side(cotangent, sides, i).sum(1, false, dtype), chunk_);
-      }
+      add_bias(layer, of_side(cotangent, sides, i));
     }
   }
   /// Adds the gradients of a layer norm, and returns that of its input.
@@ -290,6 +282,12 @@ class Gradients {
   }
 
  private:
+  void add_bias(TriangleParameter layer, const Tensor& cotangent) const {
+    if (!wants(layer + 1)) return;
+    const at::ScalarType dtype = detail::moments_dtype(layers_.update().dtype());
+    all_.add(layer + 1, cotangent.sum(1, false, dtype), chunk_);
+  }
+
   const Layers& layers_;
   const TriangleGradients& all_;
   int64_t chunk_;

@@ -3,7 +3,6 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/util/Exception.h>
 
-#include <array>
 #include <atomic>
 #include <cstdlib>
 #include <string_view>

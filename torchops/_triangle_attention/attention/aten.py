@@ -57,8 +57,8 @@ def forward(inputs: Inputs) -> Saved:
             if (1, *panel_out.shape) == q.shape and panel_out.stride() == out.stride()[1:]:
                 # The same memory, but no view, which autograd would not let callers overwrite.
                 out.set_(panel_out.untyped_storage(), panel_out.storage_offset(), out.shape, out.stride())
-                continue
-            out[b, rows] = panel_out
+            else:
+                out[b, rows] = panel_out
             continue
         s = _scores(panel[0], panel[1], bias[b], kept, scale)
         torch.logsumexp(s, -1, out=lse[b, rows])
