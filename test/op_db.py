@@ -178,9 +178,9 @@ def copy_like(x: Tensor) -> Tensor:
 # Between product, factor and result they round twice, where bias and activation were not part of the product: each time
 # half a digit.
 SLACK_OF_GATES = {torch.float32: 2.0, torch.float64: 256.0, torch.float16: 1.5, torch.bfloat16: 1.5}
-# Of float32 an H100 loses more in two products of which one follows the other.
+# Of float32 a GPU loses more in two products of which one follows the other, as attention has them.
 SLACK_OF_TRANSITIONS = SLACK_OF_GATES | {torch.float32: 6.0}
-# The triangle multiplicative update rounds four times between x and its result, each time another number of 16 bits.
+# Updates of pair tensors round four times between x and their result, each time another number of 16 bits.
 SLACK_OF_TRIANGLES = SLACK_OF_TRANSITIONS | {torch.float16: 4.0, torch.bfloat16: 4.0}
 
 OPS = (
@@ -279,7 +279,7 @@ OPS = (
         ATTENTION_SAMPLES,
         ATTENTION_ERRORS,
         recomputes=1 / 2,
-        slack=SLACK_OF_GATES,
+        slack=SLACK_OF_TRANSITIONS,
     ),
     OpCase(
         "transition",
@@ -372,7 +372,7 @@ UPDATES = (
         recomputes=None,
         pack=update_arguments,
         casts_weights=True,
-        slack=SLACK_OF_TRANSITIONS,
+        slack=SLACK_OF_TRIANGLES,
     ),
     OpCase(
         "triangle_attention_update_",
@@ -387,6 +387,6 @@ UPDATES = (
         recomputes=None,
         pack=update_arguments,
         casts_weights=True,
-        slack=SLACK_OF_TRANSITIONS,
+        slack=SLACK_OF_TRIANGLES,
     ),
 )

@@ -7,6 +7,7 @@ leaves most of a gradient unwritten.
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import pytest
@@ -109,6 +110,22 @@ def test_finite_differences(case: OpCase, device: str, dtype: torch.dtype, sampl
         function, inputs, check_forward_ad=True, check_batched_forward_grad=batched_forward, **check
     )
     assert torch.autograd.gradgradcheck(function, inputs, check_fwd_over_rev=True, check_rev_over_rev=True, **check)
+
+
+@pytest.mark.ops(leaves=True, large=False, dtypes=[torch.float64])
+def test_batched_gradients_in_another_thread(case: OpCase, device: str, dtype: torch.dtype, sample: Sample) -> None:
+    """As on a GPU, whose thread for backward passes does not know the batch's level of the thread that called it."""
+    args, kwargs = sample(dtype, device, requires_grad=True)
+    out = case.pure(*args, **kwargs)
+    leaves = [t for t in tensors((args, kwargs)) if t.requires_grad]
+    cotangents = torch.stack([random_like(out.detach(), seed) for seed in (1, 2)])
+
+    def in_thread(cotangent: Tensor) -> tuple[Tensor, ...]:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.autograd.grad, out, leaves, cotangent, retain_graph=True).result()
+
+    each = [torch.autograd.grad(out, leaves, cotangent, retain_graph=True) for cotangent in cotangents]
+    assert_all_close(torch._vmap_internals._vmap(in_thread)(cotangents), [torch.stack(g) for g in zip(*each, strict=True)])
 
 
 def flattened(case: OpCase, args: list[Any], kwargs: dict[str, Any]) -> tuple[tuple[Tensor, ...], Any]:

@@ -85,7 +85,11 @@ def check(name: str, layer: Any, x: Tensor) -> None:
     assert got[0].untyped_storage()._cdata != x.untyped_storage()._cdata
     assert torch.equal(x, old)
     with torch.no_grad():
-        assert torch.equal(fused(layer, x, *args), got[0])
+        alone = fused(layer, x, *args)
+    # Kernels for a GPU that keep hidden products differ from those that don't, and round elsewhere.
+    same = got[0] if x.is_cpu else exact[0]
+    (distance,) = distances([alone], [same.double()])
+    assert distance <= (0 if x.is_cpu else max(tolerance, 1.1 * apart[0]))
 
 
 @EVERY

@@ -118,6 +118,7 @@ template <int N, class MakePass>
 void launch_widest(const MakePass& pass, int64_t rows, int64_t columns, const PassAccess& access) {
   constexpr std::integral_constant<int, N> wide;
   constexpr std::integral_constant<int, 1> narrow;
+  if (rows == 0 || columns == 0) return;  // a grid has no fewer than one block
   if (access.in_vectors) return launch_pass<N>(pass(wide, 0, 1), rows, columns);
   const int64_t groups = access.in_groups ? rows / N : 0, done = groups * N;
   if (groups == 0) return launch_pass<1>(pass(narrow, 0, 1), rows, columns);
@@ -245,6 +246,7 @@ class PassSums {
   void launch(const MakePass& pass, int64_t rows, const PassAccess& access) {
     constexpr std::integral_constant<int, N> wide;
     constexpr std::integral_constant<int, 1> narrow;
+    if (rows == 0 || columns_ == 0) return;
     if (access.in_vectors) return launch_rows<N>(pass(wide, 0, 1), rows);
     const int64_t groups = access.in_groups && columns_ <= kPassBlock ? rows / N : 0, done = groups * N;
     if (groups == 0) return launch_rows<1>(pass(narrow, 0, 1), rows);

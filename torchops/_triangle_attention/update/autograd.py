@@ -220,11 +220,24 @@ def _batched_(*args: Any) -> None:
     a.x.add_(_composite(*_copied(a)))
 
 
+_MOST_LEVELS = 64  # of ATen's kVmapNumLevels
+
+
+def _innermost_level(value: Any) -> int:
+    """The highest level of `torch._vmap_internals.vmap` among tensors, 0 if there is none. The thread that runs a
+    backward on a GPU doesn't know the level of the thread that called it."""
+    if isinstance(value, (list, tuple)):
+        return max(map(_innermost_level, value), default=0)
+    if not isinstance(value, Tensor) or not torch._C._dispatch_keys(value).has("Batched"):
+        return 0
+    # A tensor without a level gets a dimension of the size that is given here.
+    return next(level for level in range(_MOST_LEVELS, 0, -1) if len(torch._remove_batch_dim(value, level, 0, 0)))
+
+
 def _each_of_batch(*args: Any) -> list[Tensor]:
     """Gradients of a batch of cotangents (torch.autograd.grad(..., is_grads_batched=True)), one after another: the
     fallback of the Batched key doesn't support lists of tensors."""
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
+    level = _innermost_level(args)
     sizes = {1}
 
     def physical(value: Any) -> Any:
@@ -239,14 +252,9 @@ def _each_of_batch(*args: Any) -> list[Tensor]:
             return value[i if len(value) > 1 else 0]
         return [at(each, i) for each in value] if isinstance(value, (list, tuple)) else value
 
-    torch._C._vmapmode_decrement_nesting()
-    try:
-        given = physical(args)
-        made = [update_backward(*at(given, i)) for i in range(max(sizes))]
-        stacked = [torch.stack(each) for each in zip(*made, strict=True)]
-    finally:
-        torch._C._vmapmode_increment_nesting()
-    return [torch._add_batch_dim(t, 0, level) for t in stacked]
+    given = physical(args)
+    made = [update_backward(*at(given, i)) for i in range(max(sizes))]
+    return [torch._add_batch_dim(torch.stack(each), 0, level) for each in zip(*made, strict=True)]
 
 
 def _materialized(op: Any) -> Callable[..., Any]:
