@@ -182,6 +182,8 @@ template <class F, class T, class A>
 __device__ inline A activate(A z) {
   if constexpr (sizeof(T) == 2) {
     return F::template of_scaled<Exactness::kFast>(F::kScale * z);
+  } else if constexpr (sizeof(T) == 4) {
+    return F::template of_scaled<Exactness::kExact>(z);
   } else {
     return F::value(z);
   }

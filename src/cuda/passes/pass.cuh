@@ -343,6 +343,8 @@ template <class F, class T, class A>
 __device__ inline A activate(A z, A& slope) {
   if constexpr (sizeof(T) == 2) {
     return F::template with_slope<Exactness::kFast>(F::kScale * z, slope);
+  } else if constexpr (sizeof(T) == 4) {
+    return F::template with_slope<Exactness::kExact>(z, slope);
   } else {
     const A y = F::value(z);
     slope = F::backward(A{1}, z, y);
