@@ -25,7 +25,7 @@ CUDA_TOOLS = cuda=$$($(RUN) -c "import torch; print(torch.version.cuda or '')");
   fi
 # What test-cuda-build builds (all that has CUDA in it) and runs: that the build loads and registers what it should.
 # `make test` with that torch tests the rest.
-CUDA_TARGETS := torchops;gemm_test;refusal_test
+CUDA_TARGETS := torchops;gemm_test;refusal_test;plan_test
 CUDA_SUITE ?= $(addprefix test/test_,cuda_build.py configure.py schema.py ptx.py \
   $(addprefix opcheck.py::test_,static frozen_arguments helpers all_helpers_are_checked))
 
@@ -265,7 +265,7 @@ test-cuda-build:
 	  TORCH_VERSION=$(CUDA_TORCH_VERSION) BUILD=build/cuda
 
 cuda-checks: build
-	$(abspath $(BIN))/ctest --test-dir $(BUILD) --output-on-failure -R '^refusal$$'
+	$(abspath $(BIN))/ctest --test-dir $(BUILD) --output-on-failure -R '^(refusal|plan)$$'
 	$(RUN) -m pytest -n 2 --dist loadgroup -m "not serial" $(PYTEST_FLAGS) $(CUDA_SUITE)
 
 # On a GPU machine everything is taken as it is found: the environment of $(PYTHON), which must hold torch, the groups

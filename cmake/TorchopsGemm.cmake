@@ -133,5 +133,6 @@ endif()
 get_property(_gemm_instances GLOBAL PROPERTY torchops_gemm_instances)
 list(JOIN _gemm_instances "\n" _gemm_instances)
 file(CONFIGURE OUTPUT ${_gemm_dir}/instances.def CONTENT "${_gemm_instances}\n" @ONLY)
-target_sources(torchops PRIVATE src/cuda/gemm/choose.cpp src/cuda/gemm/choose_float32.cpp src/cuda/gemm/registry.cpp src/cuda/gemm/ways.cpp)
+target_sources(torchops PRIVATE src/cuda/gemm/choose.cpp src/cuda/gemm/choose_float32.cpp src/cuda/gemm/plan.cpp src/cuda/gemm/registry.cpp src/cuda/gemm/times.cpp
+  src/cuda/gemm/ways.cpp)
 target_include_directories(torchops PRIVATE ${_gemm_dir} ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})

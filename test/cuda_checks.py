@@ -42,6 +42,22 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+# Of src/cuda/gemm/plan.h.
+WAYS = ("kFewRows", "kResidentWeights", "kStreamedWeights", "kSplitFloat32", "kSm80", "kSm80Resident", "kSm80Float32")
+
+
+@contextmanager
+def only_candidate(way: str, tiling: int = 0) -> Iterator[None]:
+    """This kernel computes products, or cuBLAS where it cannot, forward and in backward passes, which stay on this
+    thread."""
+    with torch.autograd.set_multithreading_enabled(False):
+        torch.ops.myops._only_candidate(WAYS.index(way), tiling)
+        try:
+            yield
+        finally:
+            torch.ops.myops._only_candidate(-2, 0)
+
+
 def memory_of(call: Callable[[], object]) -> int:
     """Bytes that a second call allocates at its peak, its result among them; the first may make what is kept."""
     call()

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_every_listed_operator_has_a_kernel() -> None:
 
 
 def test_private_operators_have_the_same_backends_as_the_public_ones() -> None:
-    others = "saved_copy|linear$|kernel_path|pretended_device|dense_on_path|keeps_products|triangle_(attention|rows)"
+    others = "saved_copy|linear$|kernel_path|only_candidate|pretended_device|dense_on_path|keeps_products|triangle_(attention|rows)"
     private = _operators(rf"myops::_(?!{others})")
     assert private
     stems = ("dense", "gate", "glu", "layer_norm", "softmax", "triangle_multiplicative_update", "transition")
@@ -119,6 +120,47 @@ def test_an_activation_and_a_tiling_are_a_line_each(tmp_path: Path) -> None:
     assert "TanhLinear, kBFloat16, k256x64" in _configure(tmp_path)
     unit = "CMakeFiles/torchops_gemm.dir/gemm/TanhLinear_k256x64_kBFloat16.cu.o"
     _run("--build", tmp_path / "build", "--target", unit)
+
+
+def test_predictions_are_those_that_are_fitted() -> None:
+    """The formulas of src/cuda/gemm/times.cpp, beside those of benchmarks/candidates/model.py."""
+    program = next(_ROOT.glob("build/*/**/test/cpp/plan_test"), None)
+    if program is None:
+        pytest.skip("this build has no C++ tests")
+    numpy = pytest.importorskip("numpy")
+    sys.path.insert(0, str(_ROOT))
+    from benchmarks.candidates import model, table
+
+    random = numpy.random.default_rng(0)
+    rule = random.integers(0, 3, 500)
+    m, n, k = (numpy.exp(random.uniform(0, numpy.log(most), 500)).astype(int) for most in (1 << 20, 8192, 8192))
+    sizes = model.Sizes(*(a.astype(float) for a in (m, n, k)), rule, numpy.zeros(500, bool))
+    lines = "".join(f"{a} {b} {c} {2 if r == 2 else 1} {int(r > 0)}\n" for a, b, c, r in zip(m, n, k, rule, strict=True))
+    got = subprocess.run([program, "times"], input=lines, capture_output=True, text=True, check=True).stdout
+    by_size = numpy.array([line.split() for line in got.splitlines()], float)
+    times = (_ROOT / "src/cuda/gemm/measured_times.h").read_text()
+
+    def numbers(text: str) -> list[float]:
+        return [float(number) for number in re.findall(r"[-\d.e]+", text)]
+
+    def without_ones(values: list[float], *ones: int) -> Any:
+        return numpy.array([value for i, value in enumerate(values) if i not in ones])
+
+    of_cublas = numbers(times.split("kCublasTime")[1].split("}};")[0])
+    predicted = [model.cublas(sizes, without_ones(of_cublas, 0, 4, 17, 26))]
+    few_rows = re.search(r"kFewRowsTime\{(.*)\};", times)
+    assert few_rows is not None
+    predicted.append(model.few_rows(sizes, numpy.array(numbers(few_rows[1]))))
+    named = {(c.way, c.tiling): c for c in table.CANDIDATES}
+    tiles = re.findall(r"\{of\(Way::(\w+), \w+::(\w+)\), (.*)\},", times)
+    for way, tiling, text in tiles:
+        rows, columns, ctas, *coefficients = numbers(text)
+        candidate = named[way, tiling]
+        assert (candidate.rows, candidate.columns) == (rows, columns)
+        x = without_ones(coefficients, 8, 12, 16)
+        predicted.append(model.of_tiles(candidate, int(ctas))(sizes, x))
+    assert len(tiles) > 20
+    numpy.testing.assert_allclose(by_size, numpy.stack(predicted, 1), rtol=1e-6)
 
 
 def test_a_tiling_and_an_element_are_a_line_for_every_family(tmp_path: Path) -> None:

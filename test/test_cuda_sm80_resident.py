@@ -1,15 +1,16 @@
 """The kernel for many rows of few 16-bit features, on every GPU from compute capability 8.0 on: sizes that don't divide
-into tiles, steps and columns, strides, operands that overlap, and when operators take it."""
+into tiles, steps and columns, strides, operands that overlap, and when it can run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from cuda_checks import assert_accurate, assert_same_bits, double, gradients, kernel_names, poison, random
+from cuda_checks import assert_accurate, assert_same_bits, double, gradients, kernel_names, only_candidate, poison, random
 from product_samples import gate_reference, glu_reference
 from test_cuda_sm80 import assert_dense, rows_in
 from torch import Tensor
@@ -40,6 +41,11 @@ def is_resident(call: Callable[[], object]) -> bool:
     return any("sm80_resident_kernel" in name for name in kernel_names(call))
 
 
+def resident(w_rows: int, gate: bool = False) -> AbstractContextManager[None]:
+    """With 64 rows at a time where there are weights for it, which a gate has no kernel for, otherwise with 16."""
+    return only_candidate("kSm80Resident", 0 if w_rows > 128 and not gate else 1)
+
+
 def spread(k: int) -> int:
     """How far apart rows of k elements are, so that all are aligned."""
     return k + 8 + -k % 8
@@ -57,8 +63,9 @@ def weights(n: int, k: int, dtype: torch.dtype, biased: bool) -> tuple[Tensor, T
 def test_dense(shape: tuple[int, int, int], dtype: torch.dtype, biased: bool) -> None:
     rows, k, n = shape
     x, (w, b) = rows_in(16, spread(k) + 16, random(rows, k, dtype=dtype)), weights(n, k, dtype, biased)
-    assert_dense(x, w, b, "portable")
-    assert is_resident(lambda: torchops.dense(x, w, b))
+    with resident(n):
+        assert_dense(x, w, b, "portable")
+        assert is_resident(lambda: torchops.dense(x, w, b))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -71,9 +78,10 @@ def test_glu(shape: tuple[int, int, int], dtype: torch.dtype, biased: bool, acti
     (w, b), (wg, bg) = weights(n, k, dtype, biased), weights(n, k, dtype, biased)
     exact = glu_reference(*double(x, w, wg, b, bg), activation=activation)
     poison(rows, n, dtype=dtype)
-    y = torchops.glu(x, w, wg, b, bg, activation=activation)
+    with resident(2 * n):
+        y = torchops.glu(x, w, wg, b, bg, activation=activation)
+        assert is_resident(lambda: torchops.glu(x, w, wg, b, bg, activation=activation))
     assert_accurate(y, glu_reference(x, w, wg, b, bg, activation=activation), exact)
-    assert is_resident(lambda: torchops.glu(x, w, wg, b, bg, activation=activation))
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -85,10 +93,11 @@ def test_gate(shape: tuple[int, int, int], dtype: torch.dtype, biased: bool) -> 
     v = rows_in(8, n + 8, random(rows, n, dtype=dtype))
     eager, exact = gate_reference(v, x, w, b), gate_reference(*double(v, x, w, b))
     poison(rows, n, dtype=dtype)
-    y = torchops.gate(v, x, w, b)
-    assert_accurate(y, eager, exact)
-    assert is_resident(lambda: torchops.gate(v, x, w, b))
-    torchops.gate_(v, x, w, b)
+    with resident(n, gate=True):
+        y = torchops.gate(v, x, w, b)
+        assert_accurate(y, eager, exact)
+        assert is_resident(lambda: torchops.gate(v, x, w, b))
+        torchops.gate_(v, x, w, b)
     assert torch.equal(v, y)
     assert v._base is not None
     assert int(v._base.isnan().sum()) == v._base.numel() - v.numel()
@@ -106,12 +115,14 @@ def test_gradients_of_glu(shape: tuple[int, int, int], dtype: torch.dtype, activ
 
     glu, reference = (partial(function, activation=activation) for function in (torchops.glu, glu_reference))
     poison(rows, 2 * n, dtype=dtype)
-    got = gradients(glu, inputs, grad)
+    with resident(2 * n):
+        got = gradients(glu, inputs, grad)
+        names = kernel_names(lambda: gradients(glu, inputs, grad))
     eager = gradients(reference, inputs, grad)
     exact = gradients(reference, double(*inputs), grad.double())
     for ours, theirs, value in zip(got, eager, exact, strict=True):
         assert_accurate(ours, theirs, value)
-    assert sum("sm80_resident" in name for name in kernel_names(lambda: gradients(glu, inputs, grad))) == 2
+    assert sum("sm80_resident" in name for name in names) == 2, names
 
 
 def test_strides() -> None:
@@ -119,17 +130,19 @@ def test_strides() -> None:
     x, w = random(40000, 264, dtype=torch.bfloat16), random(128, 128, dtype=torch.bfloat16, scale=0.1)
     for strides in ((0, 1), (8, 1), (136, 1)):
         rows = x.as_strided((70000, 128), strides)
-        assert_dense(rows, w, None, "portable")
-        assert_dense(rows, w[:1].expand(128, 128), None, "portable")
-        assert is_resident(partial(torchops.dense, rows, w))
+        with resident(128):
+            assert_dense(rows, w, None, "portable")
+            assert_dense(rows, w[:1].expand(128, 128), None, "portable")
+            assert is_resident(partial(torchops.dense, rows, w))
 
 
 @pytest.mark.parametrize("n", [8, 32, 40, 128])
 def test_gate_of_its_own_rows(n: int) -> None:
     x, w = random(50001, n, dtype=torch.bfloat16), random(n, n, dtype=torch.bfloat16, scale=n**-0.5)
     eager, exact = gate_reference(x, x, w), gate_reference(x.double(), x.double(), w.double())
-    assert_accurate(torchops.gate(x, x, w), eager, exact)
-    torchops.gate_(x, x, w)
+    with resident(n, gate=True):
+        assert_accurate(torchops.gate(x, x, w), eager, exact)
+        torchops.gate_(x, x, w)
     assert_accurate(x, eager, exact)
 
 
@@ -140,35 +153,46 @@ def test_special_values(dtype: torch.dtype) -> None:
     x.copy_(random(120001, 72, dtype=dtype))
     w.copy_(random(72, 72, dtype=dtype))
     x[120000, 3], w[5, 71] = float("nan"), float("inf")
-    y, expected = torchops.dense(x, w), torch.sigmoid(x @ w.T)
+    expected = torch.sigmoid(x @ w.T)
+    with resident(72):
+        y = torchops.dense(x, w)
+        assert is_resident(lambda: torchops.dense(x, w))
     assert torch.equal(y.isnan(), expected.isnan())
     assert bool(y[120000].isnan().all())
     assert torch.equal(y[:, 5].nan_to_num(), expected[:, 5].nan_to_num())
-    assert is_resident(lambda: torchops.dense(x, w))
 
 
 def test_same_bits() -> None:
-    """Of all calls, and of fewer rows, which take another kernel."""
+    """Of all calls, of both numbers of rows at a time, and of sm80/kernel.cuh."""
     x, w = random(70001, 136, dtype=torch.bfloat16), random(200, 136, dtype=torch.bfloat16, scale=0.1)
     wg = random(200, 136, dtype=torch.bfloat16, scale=0.1)
-    assert_same_bits(lambda: [torchops.dense(x, w), torchops.glu(x, w, wg)], times=20)
-    assert not is_resident(lambda: torchops.dense(x[:20000], w))
-    assert torch.equal(torchops.dense(x[:20000], w), torchops.dense(x, w)[:20000])
-    assert torch.equal(torchops.glu(x[:20000], w, wg), torchops.glu(x, w, wg)[:20000])
+
+    def calls() -> list[Tensor]:
+        return [torchops.dense(x, w), torchops.glu(x, w, wg)]
+
+    results = []
+    for way, tiling in (("kSm80Resident", 0), ("kSm80Resident", 1), ("kSm80", 2)):
+        with only_candidate(way, tiling):
+            assert_same_bits(calls, times=20)
+            results.append(calls())
+            assert is_resident(calls) == (way == "kSm80Resident")
+    for others in results[1:]:
+        assert all(map(torch.equal, results[0], others))
 
 
-def test_when_it_is_taken() -> None:
-    """Not of few rows, of rows that are not aligned to 16 bytes, of long sums, or where the columns of the result leave
+def test_when_it_can_run() -> None:
+    """Not with rows that are not aligned to 16 bytes, with long sums, or where the columns of the result leave
     multiprocessors idle."""
     x, w = random(70001, 520, dtype=torch.bfloat16), random(128, 520, dtype=torch.bfloat16)
-    assert is_resident(lambda: torchops.dense(x[:, :512], w[:, :512]))
-    assert is_resident(lambda: torchops.dense(x[:, :61], w[:, :61]))
-    for a, b in [(x[:2000, :64], w[:, :64]), (x[:, 4:68], w[:, :64]), (x[:, :64], w[:126, :64]), (x, w)]:
-        assert not is_resident(partial(torchops.dense, a, b))
     columns = 128 * (torch.cuda.get_device_properties("cuda").multi_processor_count // 2 + 1)
-    assert not is_resident(lambda: torchops.dense(x[:5000, :8], random(columns, 8, dtype=torch.bfloat16)))
-    # Equal rows are none that Hopper's kernels could read.
-    with torchops.cuda.kernel_path("auto"):
-        assert is_resident(lambda: torchops.dense(x[:1, :512].expand(70001, 512), w[:, :512]))
-    with torchops.cuda.kernel_path("cublas"):
-        assert not is_resident(lambda: torchops.dense(x[:, :512], w[:, :512]))
+    wide = random(columns, 8, dtype=torch.bfloat16)
+    with only_candidate("kSm80Resident", 1):
+        assert is_resident(lambda: torchops.dense(x[:, :512], w[:, :512]))
+        assert is_resident(lambda: torchops.dense(x[:, :61], w[:, :61]))
+        for a, b in [(x[:, 4:68], w[:, :64]), (x[:, :64], w[:126, :64]), (x, w), (x[:5000, :8], wide)]:
+            assert not is_resident(partial(torchops.dense, a, b))
+        with torchops.cuda.kernel_path("auto"):
+            # Equal rows are none that Hopper's kernels could read.
+            assert is_resident(lambda: torchops.dense(x[:1, :512].expand(70001, 512), w[:, :512]))
+        with torchops.cuda.kernel_path("cublas"):
+            assert not is_resident(lambda: torchops.dense(x[:, :512], w[:, :512]))

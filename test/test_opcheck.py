@@ -152,7 +152,7 @@ def test_helpers(number: int) -> None:
 
 def test_all_helpers_are_checked() -> None:
     names = {str(n).removeprefix("myops::") for n in torch._C._dispatch_get_all_op_names() if "myops::_" in str(n)}
-    takes_no_tensor = {"_kernel_path", "_pretended_device"}
+    takes_no_tensor = {"_kernel_path", "_only_candidate", "_pretended_device"}
     # test_triangle_multiplicative_update.py and others; test_residual.py
     elsewhere = {name for name in names if name.startswith("_triangle_") or name == "_add_transition"}
     assert names - takes_no_tensor - elsewhere == {name for name, _ in _helpers()}

@@ -86,6 +86,8 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
   // Returns this thread's path, and sets a new one if given.
   m.def("_kernel_path(str? path=None) -> str", {at::Tag::pt2_compliant_tag});
   m.impl("_kernel_path", exchange_path);
+  // Has a kernel in CUDA builds.
+  m.def("_only_candidate(int way, int tiling) -> int[]", {at::Tag::pt2_compliant_tag});
   m.def("_dense_on_path(Tensor x, Tensor w, Tensor? b, str path) -> Tensor", {at::Tag::pt2_compliant_tag});
 }
 

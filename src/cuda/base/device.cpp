@@ -1,6 +1,7 @@
 #include "cuda/base/device.h"
 
 #include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAException.h>
 
 #include <vector>
 
@@ -22,7 +23,27 @@ std::vector<cudaDeviceProp> with_limits(const detail::DeviceLimits& limits) {
   return devices;
 }
 
+// Of what clock and width of the bus say, an H200 passes this in a copy of large tensors.
+constexpr double kOfPeak = 0.81;
+
+double read_bytes_per_us(int device) {
+  int kilohertz = 0, bits = 0;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, device));
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device));
+  const double peak = 2e-3 * kilohertz * bits / 8;  // two transfers in a period
+  return peak > 0 ? kOfPeak * peak : 4e6;
+}
+
 }  // namespace
+
+double bytes_per_us() {
+  static const std::vector<double> of_devices = [] {
+    std::vector<double> values;
+    for (int i = 0; i < c10::cuda::device_count(); ++i) values.push_back(read_bytes_per_us(i));
+    return values;
+  }();
+  return of_devices[static_cast<size_t>(c10::cuda::current_device())];
+}
 
 const cudaDeviceProp& device_properties() {
   const auto& limits = detail::pretended_device();

@@ -11,4 +11,7 @@ constexpr int kLeastSharedBytes = 99 * 1024;
 /// The properties of the current device, with the limits of detail::pretended_device() if there is one.
 const cudaDeviceProp& device_properties();
 
+/// The bytes that pass through the memory of the current device in a microsecond, as large kernels see it.
+double bytes_per_us();
+
 }  // namespace torchops::cuda

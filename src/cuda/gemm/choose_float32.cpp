@@ -54,20 +54,30 @@ TORCHOPS_SPLIT_RULES(Float32Gate)
 TORCHOPS_SPLIT_RULES(Float32GluSigmoid)
 TORCHOPS_SPLIT_RULES(Float32GluSilu)
 
-// cuBLAS multiplies by FFMAs, and a pass reads and writes memory.
-bool prefers_split_sm90(const Case& c, bool has_pass) {
+namespace {
+
+// Microseconds of cuBLAS, which multiplies by FFMAs, and of a pass, which reads and writes memory.
+double time_of_cublas_float32(const Case& c, bool has_pass) {
   const auto outputs = static_cast<double>(c.m) * static_cast<double>(c.n);
-  const double cublas = 8 + outputs * static_cast<double>(c.k) / 18e6, pass = has_pass ? 2 + outputs / 4e5 : 0;
-  return time_of_split(c, split_tile(c)) < cublas + pass;
+  return 8 + outputs * static_cast<double>(c.k) / 18e6 + (has_pass ? 2 + outputs / 4e5 : 0);
 }
 
-// By FFMAs: cuBLAS multiplies faster the longer the sums are, and then takes another pass. Split products run on tensor
-// cores, so the kernel keeps ahead up to longer sums, and beyond these if enough outputs fill its large tiles. Fewer
-// rows were not measured.
-bool prefers_cublas_to_float32(int64_t m, int64_t n, int64_t k, bool splits) {
-  if (!splits) return k > 128 || n < 64 || m < 2048;
-  if (m < 256 || k > kMostSplitColumns) return true;
-  return k > 256 ? n < 128 || m * n < 1 << 21 : k > 128 && n < 64;
+}  // namespace
+
+bool prefers_split_sm90(const Case& c, bool has_pass) {
+  return time_of_split(c, split_tile(c)) < time_of_cublas_float32(c, has_pass);
+}
+
+// By FFMAs, cuBLAS multiplies faster the longer the sums are, and then takes another pass; fewer rows were not measured.
+// Split products run on tensor cores: a step of 64 columns takes as long for a few tiles as its latency.
+bool prefers_cublas_to_float32(const Case& c, int products, bool splits) {
+  if (!splits) return c.k > 128 || c.n < 64 || c.m < 2048;
+  if (c.k > kMostSplitColumns) return true;
+  const int64_t waves = (c.tiles(128, 64) + c.sm_count - 1) / c.sm_count, steps = (c.k + 63) / 64;
+  const double kernel = 3.5 + static_cast<double>(steps) * std::max(5.5, 3.6 * static_cast<double>(waves));
+  Case of_all = c;
+  of_all.n *= products;
+  return time_of_cublas_float32(of_all, /*has_pass=*/true) < kernel;
 }
 
 }  // namespace torchops::cuda::gemm

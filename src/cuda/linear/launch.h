@@ -11,7 +11,7 @@
 
 #include "cuda/base/device.h"
 #include "cuda/base/refusal.h"
-#include "cuda/gemm/choose.h"
+#include "cuda/gemm/plan.h"
 
 // From torch to the kernels: what a device can run, and launching the chosen kernel.
 namespace torchops::cuda::gemm {
@@ -23,7 +23,7 @@ std::optional<Element> element_of(at::ScalarType dtype);
 /// TF32.
 inline Case case_of(int64_t m, int64_t n, int64_t k, at::ScalarType dtype, int64_t batch = 1) {
   const int sm_count = device_properties().multiProcessorCount;
-  return {m, n, k, batch, element_of(dtype).value_or(Element::kTF32), sm_count};
+  return {m, n, k, batch, element_of(dtype).value_or(Element::kTF32), sm_count, bytes_per_us()};
 }
 
 /// The case of products (m x k) @ (n x k).T for tensors of a dtype on the current device; nullopt if the kernels of
@@ -94,24 +94,36 @@ int64_t most_workspace_bytes(const typename Operation::Problem& problem, const C
   return most;
 }
 
-/// Runs the first kernel in the operation's rules that this build has and that supports the problem, on the current
-/// stream. Its workspace is `workspace`, or allocated on the device of `like` if that is undefined or too small.
-/// Returns false, with nothing done, if there is none, or if its launch is refused.
+/// Runs a kernel on the current stream. Its workspace is `workspace`, or allocated on the device of `like` if that is
+/// undefined or too small. Returns false, with nothing done, if it doesn't support the problem.
+template <class Problem>
+bool run_kernel(const Kernel<Problem>& kernel, Problem problem, const at::Tensor& like, at::Tensor workspace = {}) {
+  int64_t workspace_bytes = 0;
+  if (!prepared(kernel, problem, workspace_bytes).done()) return false;
+  if (workspace_bytes > 0) {
+    if (!workspace.defined() || workspace.numel() < workspace_bytes)
+      workspace = at::detail::empty_cuda({workspace_bytes}, like.options().dtype(at::kByte));
+    problem.workspace = workspace.mutable_data_ptr();
+  }
+  return launch(kernel, problem);
+}
+
+/// Runs the first kernel in the operation's rules that this build has and that supports the problem, as run_kernel()
+/// does. Returns false, with nothing done, if there is none, or if its launch is refused.
 template <class Operation>
-bool run_chosen(typename Operation::Problem problem, const Case& c, const at::Tensor& like, at::Tensor workspace = {}) {
+bool run_chosen(const typename Operation::Problem& problem, const Case& c, const at::Tensor& like,
+                const at::Tensor& workspace = {}) {
   return attempt(Family::kSm90, [&] {
-    return any_kernel<Operation>(c, [&](const auto& kernel) {
-      int64_t workspace_bytes = 0;
-      if (!prepared(kernel, problem, workspace_bytes).done()) return false;
-      if (workspace_bytes > 0) {
-        if (!workspace.defined() || workspace.numel() < workspace_bytes) {
-          workspace = at::detail::empty_cuda({workspace_bytes}, like.options().dtype(at::kByte));
-        }
-        problem.workspace = workspace.mutable_data_ptr();
-      }
-      return launch(kernel, problem);
-    });
+    return any_kernel<Operation>(c, [&](const auto& kernel) { return run_kernel(kernel, problem, like, workspace); });
   });
+}
+
+/// The same for the kernel of a candidate.
+template <class Operation>
+bool run_candidate(const Candidate& candidate, const typename Operation::Problem& problem, const Case& c,
+                   const at::Tensor& like) {
+  const auto* const kernel = find<Operation>(c.element, candidate.as<typename Operation::Tiling>());
+  return kernel != nullptr && attempt(Family::kSm90, [&] { return run_kernel(*kernel, problem, like); });
 }
 
 }  // namespace torchops::cuda::gemm

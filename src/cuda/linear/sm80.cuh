@@ -34,26 +34,21 @@ void launch_sm80_kernel(const Sm80Arguments<T, Rule::kProducts>& p) {
                                                      1);
 }
 
-/// Where there is no kernel for a tiling, a smaller one takes its place: two products don't fit the registers of the
-/// largest, few of the others are compiled for rows that are not aligned to 16 bytes, and cotangents are for many rows.
+/// Returns false if that tiling is not compiled.
 template <class Rule, class T, int vector>
-void launch_sm80_tiling(const Sm80Arguments<T, Rule::kProducts>& p, Sm80Tiling tiling) {
+bool launch_sm80_tiling(const Sm80Arguments<T, Rule::kProducts>& p, Sm80Tiling tiling) {
+  const auto launch = [&]<Sm80Tiling of>() {
+    if constexpr (has_sm80_tiling(of, vector == 8, Rule::kProducts == 1, kIsGated<Rule>, kMakesCotangents<Rule>)) {
+      if (tiling == of) launch_sm80_kernel<Rule, T, of, vector>(p);
+      return tiling == of;
+    } else {
+      return false;
+    }
+  };
   using enum Sm80Tiling;
-  constexpr bool aligned = vector == 8, single = Rule::kProducts == 1, gated = kIsGated<Rule>;
-  constexpr bool few_outputs = !kMakesCotangents<Rule>;
-  if constexpr (single && (aligned || !gated)) {
-    if (tiling == k128x128) return launch_sm80_kernel<Rule, T, k128x128, vector>(p);
-  }
-  if constexpr (aligned) {
-    if (tiling <= k128x64) return launch_sm80_kernel<Rule, T, k128x64, vector>(p);
-  }
-  if constexpr (aligned && few_outputs && single) {
-    if (tiling == k64x32) return launch_sm80_kernel<Rule, T, k64x32, vector>(p);
-  }
-  if constexpr ((aligned && few_outputs) || !gated) {
-    if (tiling > k64x64) return launch_sm80_kernel<Rule, T, k32x32, vector>(p);
-  }
-  launch_sm80_kernel<Rule, T, k64x64, vector>(p);
+  return launch.template operator()<k128x128>() || launch.template operator()<k128x64>() ||
+         launch.template operator()<k64x64>() || launch.template operator()<k64x32>() ||
+         launch.template operator()<k32x32>();
 }
 
 /// Returns false, with nothing done, if shared memory has no room for w, or the columns would leave more than a quarter
@@ -82,21 +77,19 @@ bool launch_resident_kernel(ResidentArguments<Rule, T, X, V> p) {
   return true;
 }
 
-/// Returns false, with nothing done, if there is no kernel or no room for w, or no tiling.
+/// Returns false, with nothing done, if there is no kernel or no room for w.
 template <class Rule, class T, class X, class V>
-bool launch_resident(const ResidentArguments<Rule, T, X, V>& p, const std::optional<ResidentTiling>& tiling) {
+bool launch_resident(const ResidentArguments<Rule, T, X, V>& p, ResidentTiling tiling) {
   using enum ResidentTiling;
   constexpr bool mixed = !std::is_same_v<X, T> || !std::is_same_v<V, T>, makes_cotangents = kMakesCotangents<Rule>;
   if constexpr (Rule::kReadsC && makes_cotangents && !mixed) {
     return false;
   } else {
-    if (!tiling) return false;
     if constexpr (!Rule::kReadsC && !makes_cotangents) {
-      if (tiling == k64Rows && launch_resident_kernel<Rule, T, k64Rows, X, V>(p)) return true;
+      if (tiling == k64Rows) return launch_resident_kernel<Rule, T, k64Rows, X, V>(p);
     }
     constexpr ResidentTiling small =
         Rule::kReadsC && makes_cotangents && std::is_same_v<V, float> ? k16RowsAlone : k16Rows;
-    // Less shared memory has room for one CTA, which is still faster than sm80/kernel.cuh.
     return launch_resident_kernel<Rule, T, small, X, V>(p);
   }
 }
@@ -144,43 +137,37 @@ AlignedArguments<Rule, T, X, V> aligned_arguments(const RuleTensors& t) {
   return of;
 }
 
-// Returns false, with nothing done, if there is no kernel for rows of this alignment, or if `automatic` and cuBLAS is
-// faster for it.
+// Returns false, with nothing done, if there is no such kernel for rows of this alignment.
 template <class Rule, class T>
-bool launch_sm80(const RuleTensors& t, const Case& of, bool automatic) {
+bool launch_sm80(const RuleTensors& t, const Candidate& candidate) {
   auto [p, a_vector, b_vector] = aligned_arguments<Rule, T>(t);
   const int vector = std::min(a_vector, b_vector);
-  const auto plan = sm80_plan(of, {Rule::kProducts, kIsGated<Rule>, Rule::kReadsC, kMakesCotangents<Rule>,
-                                   /*is_mixed=*/false, automatic, vector, p.store_vector});
-  if (!plan) return false;
-  if (vector == 8 && p.store_vector == 8 && launch_resident<Rule, T, T, T>(p, plan->resident)) return true;
-  if (p.store_vector == 4) p.store_vector = 2;
-  const Sm80Tiling tiling = plan->tiling;
-  if constexpr (kMakesCotangents<Rule>) {
-    if (vector < 8 || p.store_vector < 8) return false;
-    launch_sm80_tiling<Rule, T, 8>(p, tiling);
-  } else if (vector == 8) {
-    launch_sm80_tiling<Rule, T, 8>(p, tiling);
-  } else if (vector == 4) {
-    launch_sm80_tiling<Rule, T, 4>(p, tiling);
-  } else if (vector == 2) {
-    launch_sm80_tiling<Rule, T, 2>(p, tiling);
-  } else {
-    launch_sm80_tiling<Rule, T, 1>(p, tiling);
+  if (candidate.way == Way::kSm80Resident) {
+    return vector == 8 && p.store_vector == 8 && launch_resident<Rule, T, T, T>(p, candidate.as<ResidentTiling>());
   }
-  return true;
+  if (p.store_vector == 4) p.store_vector = 2;
+  const Sm80Tiling tiling = candidate.as<Sm80Tiling>();
+  if constexpr (kMakesCotangents<Rule>) {
+    return vector == 8 && p.store_vector == 8 && launch_sm80_tiling<Rule, T, 8>(p, tiling);
+  } else if (vector == 8) {
+    return launch_sm80_tiling<Rule, T, 8>(p, tiling);
+  } else if (vector == 4) {
+    return launch_sm80_tiling<Rule, T, 4>(p, tiling);
+  } else if (vector == 2) {
+    return launch_sm80_tiling<Rule, T, 2>(p, tiling);
+  } else {
+    return launch_sm80_tiling<Rule, T, 1>(p, tiling);
+  }
 }
 
 // The same where a, or c and the output, are float32; a is rounded to T as it is read.
 template <class Rule, class T>
-bool launch_mixed(const RuleTensors& t, const Case& of) {
+bool launch_mixed(const RuleTensors& t, const Candidate& candidate) {
   const auto launch = [&]<class X, class V>() {
     const auto [p, a_vector, b_vector] = aligned_arguments<Rule, T, X, V>(t);
     constexpr int least_b_vector = std::is_same_v<X, float> ? 2 : kVectorSize<T>;
-    const auto plan = sm80_plan(of, {Rule::kProducts, kIsGated<Rule>, Rule::kReadsC, kMakesCotangents<Rule>,
-                                     /*is_mixed=*/true, /*automatic=*/false, b_vector, p.store_vector});
-    return a_vector == kVectorSize<X> && b_vector >= least_b_vector && p.store_vector == kVectorSize<V> &&
-           launch_resident<Rule, T, X, V>(p, plan->resident);
+    return candidate.way == Way::kSm80Resident && a_vector == kVectorSize<X> && b_vector >= least_b_vector &&
+           p.store_vector == kVectorSize<V> && launch_resident<Rule, T, X, V>(p, candidate.as<ResidentTiling>());
   };
   if constexpr (Rule::kReadsC) {
     if (t.a.scalar_type() != at::kFloat) return launch.template operator()<T, float>();
@@ -192,11 +179,11 @@ bool launch_mixed(const RuleTensors& t, const Case& of) {
 /// d = rule(a @ b.T + bias, a @ b2.T + bias2, c) for rows of any alignment; d may be c. With CotangentsOf<rule>, d and
 /// d2 are what its backward() makes of g, for rows aligned to 16 bytes, as rows of float32 always must be. With b of 16
 /// bits, a, or c and the output, may be float32; see sm80_resident_kernel() for what is beside it. Returns false, with
-/// nothing done, if the elements are neither of 16 bits nor exact float32, if a tensor has no unit column stride or no
-/// such rows, or if `automatic` and cuBLAS is faster for rows that are not aligned.
+/// nothing done, if the elements are neither of 16 bits nor exact float32, or if the candidate has no kernel for such
+/// rows.
 template <class Rule>
-bool run_sm80(const RuleTensors& t, bool automatic) {
-  if (t.b.scalar_type() == at::kFloat) return run_float32<Rule>(t);
+bool run_sm80(const RuleTensors& t, const Candidate& candidate) {
+  if (candidate.way == Way::kSm80Float32) return run_float32<Rule>(t);
   constexpr bool gated = kIsGated<Rule>;
   const auto c = sm80_case(t.d.size(0), t.d.size(1), t.a.size(1), t.b.scalar_type());
   if (!c || c->k == 0 || !has_unit_columns(t.a) || !has_unit_columns(t.b) || !has_unit_columns(t.d) ||
@@ -206,12 +193,12 @@ bool run_sm80(const RuleTensors& t, bool automatic) {
   }
   if constexpr (gated) {
     if (t.a.scalar_type() != t.b.scalar_type() || (t.c && t.c->scalar_type() != t.b.scalar_type())) {
-      return c->element == Element::kBFloat16 ? launch_mixed<Rule, c10::BFloat16>(t, *c)
-                                              : launch_mixed<Rule, c10::Half>(t, *c);
+      return c->element == Element::kBFloat16 ? launch_mixed<Rule, c10::BFloat16>(t, candidate)
+                                              : launch_mixed<Rule, c10::Half>(t, candidate);
     }
   }
-  return c->element == Element::kBFloat16 ? launch_sm80<Rule, c10::BFloat16>(t, *c, automatic)
-                                          : launch_sm80<Rule, c10::Half>(t, *c, automatic);
+  return c->element == Element::kBFloat16 ? launch_sm80<Rule, c10::BFloat16>(t, candidate)
+                                          : launch_sm80<Rule, c10::Half>(t, candidate);
 }
 
 }  // namespace torchops::cuda::gemm

@@ -8,8 +8,8 @@
 #include <type_traits>
 
 #include "cuda/base/vector.cuh"
-#include "cuda/gemm/choose.h"
 #include "cuda/gemm/mma.cuh"
+#include "cuda/gemm/plan.h"
 #include "cuda/gemm/rules.cuh"
 
 namespace torchops::cuda::gemm {
