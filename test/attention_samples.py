@@ -1,4 +1,4 @@
-"""Arguments for triangle attention, and comparisons with it as papers write it."""
+"""Arguments for attention with a bias that rows share, and comparisons with it as papers write it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def arguments(
     *,
     batch: int = 1,
     rows: int | None = None,
+    keys: int | None = None,
     heads: int = 2,
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
@@ -33,17 +34,17 @@ def arguments(
     requires_grad: bool = False,
 ) -> Arguments:
     generator = torch.Generator().manual_seed(n)
-    rows = n if rows is None else rows
+    rows, keys = (n if size is None else size for size in (rows, keys))
 
     def random(*shape: int) -> Tensor:
         made = torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype)
         return made.requires_grad_(requires_grad)
 
-    q, k, v = (random(batch, rows, heads, n, d) for _ in range(3))
-    bias = random(batch, 1, heads, n, n)
+    q, k, v = (random(batch, rows, heads, size, d) for size in (n, keys, keys))
+    bias = random(batch, 1, heads, n, keys)
     if not masked:
         return q, k, v, bias, None
-    mask = torch.rand(batch, rows, 1, 1, n, generator=generator) > 0.3
+    mask = torch.rand(batch, rows, 1, 1, keys, generator=generator) > 0.3
     mask[:, rows // 2] = False  # a row without keys
     mask[:, -1] = False
     mask[:, -1, ..., -1] = True  # and one with one

@@ -163,9 +163,9 @@ def check_in_place(mesh: DeviceMesh) -> None:
 def check_attention_alone(mesh: DeviceMesh) -> None:
     """Of q, k and v: along the batch, rows, or heads."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(4, 5, 4, 5, 3, dtype=torch.float64, generator=generator) for _ in range(3))
-    bias = torch.randn(4, 1, 4, 5, 5, dtype=torch.float64, generator=generator)
-    mask = torch.rand(4, 5, 1, 1, 5, generator=generator) > 0.3
+    q, k, v = (torch.randn(4, 5, 4, n, 3, dtype=torch.float64, generator=generator) for n in (5, 6, 6))
+    bias = torch.randn(4, 1, 4, 5, 6, dtype=torch.float64, generator=generator)
+    mask = torch.rand(4, 5, 1, 1, 6, generator=generator) > 0.3
     attention: Any = torchops.triangle_attention
     leaves = [t.to(mesh.device_type).requires_grad_() for t in (q, k, v, bias)]
     mask = mask.to(mesh.device_type)

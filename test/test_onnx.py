@@ -112,19 +112,19 @@ class Triangles(nn.Module):
             nn.init.normal_(parameter)
         self.eval().requires_grad_(False)
 
-    def forward(self, x: Tensor, mask: Tensor, qkv: Tensor, bias: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, mask: Tensor, q: Tensor, kv: Tensor, bias: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
         updated = x + self.outgoing(x, mask)
         self.incoming(updated, inplace=True)
-        q, k, v = qkv.unbind()
+        k, v = kv.unbind()
         attended = torchops.triangle_attention(q, k, v, bias, keys), torchops.triangle_attention(q, k, v, bias)
         return updated, *attended
 
 
 def test_triangles() -> None:
     model = Triangles()
-    keys = torch.rand(2, 3, 1, 1, 5) > 0.5
+    keys = torch.rand(2, 3, 1, 1, 7) > 0.5
     keys[0, 1] = False
-    sizes = (2, 5, 5, 8), (2, 5, 5), (3, 2, 3, 2, 5, 4), (2, 1, 2, 5, 5)
+    sizes = (2, 5, 5, 8), (2, 5, 5), (2, 3, 2, 5, 4), (2, 2, 3, 2, 7, 4), (2, 1, 2, 5, 7)
     inputs = (*(random_like(torch.empty(size), seed) for seed, size in enumerate(sizes)), keys)
     program = torchops.onnx.export(model, inputs, verbose=False)
     assert_all_close(run(program, *inputs), list(model(*inputs)), atol=1e-4, rtol=1e-5)

@@ -169,12 +169,14 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | No
 def test_triangle_attention(data: st.DataObject) -> None:
     draw = data.draw
     dtype, batch, n, heads = draw(DTYPE), draw(st.integers(1, 2)), draw(SIZE), draw(st.integers(1, 4))
+    rows, keys = draw(st.integers(1, 5)), draw(st.one_of(st.just(n), SIZE))
     d = draw(st.sampled_from([4, 8, 16, 17, 32]))
     torch.manual_seed(draw(st.integers(0, 99)))
-    note(f"batch {batch}, N {n}, H {heads}, d {d}, {dtype}")
-    arguments: dict[str, Any] = {name: drawn(draw, (batch, n, heads, n, d), dtype) for name in "qkv"}
-    arguments["bias"] = drawn(draw, (batch, 1, heads, n, n), dtype)
-    mask = torch.rand(batch, n, 1, 1, n) > 0.3
+    note(f"batch {batch}, R {rows}, Q {n}, K {keys}, H {heads}, d {d}, {dtype}")
+    sizes = {"q": n, "k": keys, "v": keys}
+    arguments: dict[str, Any] = {t: drawn(draw, (batch, rows, heads, size, d), dtype) for t, size in sizes.items()}
+    arguments["bias"] = drawn(draw, (batch, 1, heads, n, keys), dtype)
+    mask = torch.rand(batch, rows, 1, 1, keys) > 0.3
     mask[..., 0] = True  # what a row without keys gives is a matter of definition
     arguments["mask"] = mask if draw(st.booleans()) else None
     compare(torchops.triangle_attention, written_out, arguments, draw)

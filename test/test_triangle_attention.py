@@ -27,13 +27,18 @@ OPS = torch.ops.myops
 
 # --- values and gradients --------------------------------------------------------------------------------------------
 
-# N, d and what else; on CUDA the tail of a block of keys, more than one block, one key more, and odd features.
+# Queries, d and what else; on CUDA the tail of a block of keys, more than one block, one key more, and odd features.
 SIZES: dict[str, dict[str, Any]] = {
     "odd": {"n": 13, "d": 5, "batch": 2, "heads": 3},
     "block": {"n": 64, "d": 32},
     "rows": {"n": 33, "rows": 4, "d": 24},
     "one_more": {"n": 129, "rows": 3, "d": 32},
     "wide": {"n": 70, "rows": 3, "d": 128, "heads": 1},
+    "window": {"n": 32, "keys": 128, "rows": 2, "d": 32},
+    "more_keys": {"n": 33, "keys": 139, "rows": 3, "d": 24, "batch": 2},
+    "fewer_keys": {"n": 139, "keys": 33, "rows": 3, "d": 48},
+    "one_query": {"n": 1, "keys": 70, "rows": 5, "d": 16},
+    "one_key": {"n": 70, "keys": 1, "rows": 2, "d": 16},
 }
 
 
@@ -51,8 +56,8 @@ def test_panels(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     from torchops._triangle_attention.attention import aten
 
     monkeypatch.setattr(aten, "_PANEL_BYTES", 50000)
-    for masked in (False, True):
-        check(arguments(23, masked=masked, device=device, requires_grad=True))
+    for masked, keys in product((False, True), (23, 9, 50)):
+        check(arguments(23, keys=keys, masked=masked, device=device, requires_grad=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -92,6 +97,9 @@ def test_views(node: str, dtype: torch.dtype, device: str) -> None:
     assert joined.untyped_storage().data_ptr() == got[0].untyped_storage().data_ptr()
     expanded = mask[:, :1, None, None].expand(1, n, 1, 1, n)
     check((*leaves, expanded))  # type: ignore[arg-type]
+    own = [t.detach()[:, :, :, :7].requires_grad_() for t in leaves[:1]]  # some of the queries
+    of_some = leaves[3].detach()[..., :7, :].requires_grad_()
+    check((*own, *leaves[1:3], of_some, strided[-1]))  # type: ignore[arg-type]
     features = (leaves[0].mT.contiguous().mT, *leaves[1:], None)  # features that are not side by side
     check(tuple(t if t is None else t.detach().requires_grad_() for t in features))  # type: ignore[arg-type]
 
@@ -122,7 +130,7 @@ def test_strides_that_empty_like_does_not_keep(strides: str, which: int, device:
     "output_mask", list(product([False, True], repeat=4)), ids=lambda w: "".join(str(int(x)) for x in w)
 )
 def test_only_what_is_asked_for(output_mask: tuple[bool, ...]) -> None:
-    q, k, v, bias, mask = arguments(6, masked=True)
+    q, k, v, bias, mask = arguments(6, keys=5, masked=True)
     out, logsumexp = OPS._triangle_attention(q, k, v, bias, mask, 0.25)
     grads = OPS._triangle_attention_backward(
         torch.randn_like(q), q, k, v, bias, mask, out, logsumexp, 0.25, output_mask
@@ -137,7 +145,7 @@ def test_only_what_is_asked_for(output_mask: tuple[bool, ...]) -> None:
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 def test_opcheck(masked: bool) -> None:
-    q, k, v, bias, mask = arguments(5, dtype=torch.float32, masked=masked)
+    q, k, v, bias, mask = arguments(5, keys=7, dtype=torch.float32, masked=masked)
     torch.library.opcheck(OPS._triangle_attention.default, (q, k, v, bias, mask, 0.25))
     out, logsumexp = OPS._triangle_attention(q, k, v, bias, mask, 0.25)
     arguments_of_backward = torch.randn_like(q), q, k, v, bias, mask, out, logsumexp, 0.25
@@ -148,7 +156,7 @@ def test_opcheck(masked: bool) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compiled(dynamic: bool, device: str) -> None:
-    """With the operator in one graph; dynamic, one graph for all N."""
+    """With the operator in one graph; dynamic, one graph for all numbers of queries and keys."""
     counter = CompileCounterWithBackend("inductor")
 
     def model(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
@@ -158,9 +166,9 @@ def test_compiled(dynamic: bool, device: str) -> None:
         return reference(q * 2, k, v, bias.sigmoid(), mask) + 1
 
     compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=dynamic)
-    sizes = (6, 7, 11) if dynamic else (6,)
-    for n in sizes:
-        args = arguments(n, dtype=torch.float32, device=device, masked=True, requires_grad=True)
+    sizes = ((6, 9), (7, 5), (11, 11)) if dynamic else ((6, 9),)
+    for n, keys in sizes:
+        args = arguments(n, keys=keys, dtype=torch.float32, device=device, masked=True, requires_grad=True)
         cotangent = torch.randn_like(args[0])
         got = with_gradients(compiled, args, cotangent)
         assert_close(got, with_gradients(expected_model, exact(args), cotangent), 1e-5)
@@ -169,7 +177,7 @@ def test_compiled(dynamic: bool, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_vmap(device: str) -> None:
-    given: Any = arguments(5, batch=3, device=device, masked=True)
+    given: Any = arguments(5, keys=7, batch=3, device=device, masked=True)
     stacked = [torch.stack([t, t.flip(0)]) for t in given]
     expected = torch.stack([torchops.triangle_attention(*args) for args in zip(*stacked, strict=True)])
     torch.testing.assert_close(torch.func.vmap(OPS.triangle_attention)(*stacked), expected)
@@ -196,12 +204,12 @@ def test_vmap_over_nothing() -> None:
 
 
 def test_flops() -> None:
-    """Two products of 2 * R * H * N * N * d in the forward pass; the gradients compute that of scores again."""
-    n, d, heads = 6, 5, 2
-    product = 2 * n * heads * n * n * d
+    """Two products of 2 * R * H * Q * K * d in the forward pass; the gradients compute that of scores again."""
+    n, keys, d, heads = 6, 7, 5, 2
+    product = 2 * n * heads * n * keys * d
     counts = {}
     for wanted in ("", "q", "k", "v", "b", "qkvb"):
-        args = arguments(n, d, heads=heads)
+        args = arguments(n, d, keys=keys, heads=heads)
         for name, t in zip("qkvb", args, strict=False):
             assert t is not None
             t.requires_grad_(name in wanted)

@@ -20,17 +20,19 @@ from torchops._triangle_attention.attention.arguments import inputs_of
 
 # In torch.empty_like() of these, features are not adjacent, though they are here.
 OVERLAP, ONE = (400, 200, 100, 1, 1), (24, 8, 1, 0, 1)
+VIEW = (16000, 8000, 48, 96, 1)  # heads side by side, as in a product
 
 torch.manual_seed(0)
-for n, d, masked, strides in ((70, 16, True, None), (40, 24, False, None), (5, 16, False, OVERLAP), (5, 8, False, ONE)):
+SIZES = ((70, 70, 16, True, None), (40, 40, 24, False, None), (5, 5, 16, False, OVERLAP), (5, 5, 8, False, ONE))
+for n, keys, d, masked, strides in SIZES:
     h = 1 if strides is ONE else 2
-    q, k, v, grad = (torch.randn(1, 2, h, n, d) for _ in range(4))
+    q, grad, k, v = (torch.randn(1, 2, h, size, d) for size in (n, n, keys, keys))
     if strides:
-        q, k, v = (torch.randn(1000).as_strided(q.shape, strides) for _ in range(3))
-    bias = torch.randn(1, n, n, h).movedim(-1, 1).unsqueeze(1)
+        q, k, v = (torch.randn(17000).as_strided(t.shape, strides) for t in (q, k, v))
+    bias = torch.randn(1, n, keys, h).movedim(-1, 1).unsqueeze(1)
     mask = None
     if masked:
-        mask = torch.rand(1, 2, 1, 1, n) > 0.3
+        mask = torch.rand(1, 2, 1, 1, keys) > 0.3
         mask[:, 1] = False
     exact = [t.double() for t in (q, k, v, bias)]
     inputs, exact_inputs = inputs_of(q, k, v, bias, mask, 0.25), inputs_of(*exact, mask, 0.25)
@@ -42,9 +44,24 @@ for n, d, masked, strides in ((70, 16, True, None), (40, 24, False, None), (5, 1
 """
 
 
+def of_sizes(*sizes: str) -> str:
+    before, _, after = INTERPRETED.partition("SIZES = ")
+    return f"{before}SIZES = ({', '.join(sizes)},)\n" + after.partition("\n")[2]
+
+
 @needs_triton
 def test_kernels_interpreted() -> None:
     done = interpreted(INTERPRETED)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_triton
+@pytest.mark.parametrize("sizes", [(32, 128), (37, 150), (150, 37), (1, 70), (70, 1), (130, 129)], ids=str)
+def test_rectangles_interpreted(sizes: tuple[int, int]) -> None:
+    """Queries and keys of different number, with a mask (and a row without keys) and without one."""
+    queries, keys = sizes
+    strides = "VIEW" if max(sizes) <= 80 else None
+    done = interpreted(of_sizes(*(f"({queries}, {keys}, {d}, {d == 16}, {strides})" for d in (16, 48))))
     assert done.returncode == 0, done.stderr
 
 
@@ -58,9 +75,7 @@ assert [launch.options["BLOCK_K"] for launch in programs] == [16, 16]
 @needs_triton
 def test_kernels_of_little_shared_memory() -> None:
     """Gradients of large heads in float32 have smaller tiles there."""
-    sizes = "((70, 16, True, None), (40, 24, False, None), (5, 16, False, OVERLAP), (5, 8, False, ONE))"
-    assert sizes in INTERPRETED
-    program = INTERPRETED.replace(sizes, "((40, 100, True, None),)")
+    program = of_sizes("(40, 40, 100, True, None)")
     done = interpreted(program.replace("\ntorch.manual_seed", f"\n{LITTLE_SHARED_MEMORY}\ntorch.manual_seed"))
     assert done.returncode == 0, done.stderr
 

@@ -38,10 +38,12 @@ def attention_reference(
     return torch.softmax(s, -1).to(v.dtype) @ v
 
 
-def _attention(t: Make, *sizes: int, **kwargs: Any) -> Arguments:
-    """Of tensors for batch, rows, heads, n and d."""
-    batch, _, heads, n, _ = sizes
-    return arguments(t(*sizes), t(*sizes), t(*sizes), t(batch, 1, heads, n, n), **kwargs)
+def _attention(t: Make, *sizes: int, keys: int | None = None, **kwargs: Any) -> Arguments:
+    """Of tensors for batch, rows, heads, queries (and as many keys, unless given) and d."""
+    batch, rows, heads, queries, d = sizes
+    keys = queries if keys is None else keys
+    of_keys = batch, rows, heads, keys, d
+    return arguments(t(*sizes), t(*of_keys), t(*of_keys), t(batch, 1, heads, queries, keys), **kwargs)
 
 
 ATTENTION_SAMPLES = (
@@ -49,10 +51,14 @@ ATTENTION_SAMPLES = (
     Sample("four_dims", lambda t: _attention(t, 2, 3, 3, 5, 5, scale=0.7)),
     Sample("masked", lambda t: _attention(t, 1, 2, 2, 4, 3, mask=t(1, 2, 1, 1, 4) > -0.5)),
     Sample("float32_bias", lambda t: arguments(*(t(1, 2, 1, 4, 3) for _ in "qkv"), wide(t, 1, 1, 1, 4, 4))),
+    Sample("more_keys", lambda t: _attention(t, 2, 2, 2, 3, 3, keys=5, mask=t(2, 2, 1, 1, 5) > -0.5)),
+    Sample("fewer_keys", lambda t: _attention(t, 1, 3, 2, 4, 3, keys=1)),
     Sample("zero_batch", lambda t: _attention(t, 0, 4, 2, 4, 8)),
     Sample("zero_rows", lambda t: _attention(t, 1, 0, 2, 4, 8)),
     Sample("zero_heads", lambda t: _attention(t, 1, 4, 0, 4, 8)),
     Sample("zero_rows_and_n", lambda t: _attention(t, 1, 0, 2, 0, 8)),
+    Sample("zero_queries", lambda t: _attention(t, 1, 3, 2, 0, 4, keys=5)),
+    Sample("zero_keys", lambda t: _attention(t, 1, 3, 2, 4, 4, keys=0, mask=t(1, 3, 1, 1, 0) > 0)),
     Sample("zero_in", lambda t: _attention(t, 1, 4, 2, 4, 0)),
 )
 
@@ -66,14 +72,20 @@ def _wrong(name: str, what: str, build: Callable[[Make], Tensor], text: str) -> 
 
 
 _SIZES = (1, 4, 2, 4, 8)
-_LIKE_Q = f"of shape {_SIZES} to match q, got {{}}"
+_LIKE_Q = "of shape (1, 4, 2, {}, 8) to match q, got {}"
+
+_BIAS = "of shape (1, 1, 2, 4, 4) to match q and k"
 
 ATTENTION_ERRORS = (
-    _wrong("q", "rank", lambda t: t(4, 2, 4, 8), "of shape (batch, R, H, N, d), got (4, 2, 4, 8)"),
-    _wrong("k", "size", lambda t: t(1, 4, 2, 5, 8), _LIKE_Q.format("(1, 4, 2, 5, 8)")),
-    _wrong("v", "size", lambda t: t(1, 4, 2, 4, 7), _LIKE_Q.format("(1, 4, 2, 4, 7)")),
-    _wrong("bias", "rank", lambda t: t(1, 2, 4, 4), "of shape (1, 1, 2, 4, 4) to match q, got (1, 2, 4, 4)"),
-    _wrong("mask", "rank", lambda t: t(1, 4, 4) > 0, "of shape (1, 4, 1, 1, 4) to match q, got (1, 4, 4)"),
+    _wrong("q", "rank", lambda t: t(4, 2, 4, 8), "of shape (batch, R, H, Q, d), got (4, 2, 4, 8)"),
+    _wrong("k", "rank", lambda t: t(4, 2, 4, 8), _LIKE_Q.format("K", "(4, 2, 4, 8)")),
+    _wrong("k", "rows", lambda t: t(1, 3, 2, 4, 8), _LIKE_Q.format(4, "(1, 3, 2, 4, 8)")),
+    _wrong("k", "features", lambda t: t(1, 4, 2, 5, 7), _LIKE_Q.format(5, "(1, 4, 2, 5, 7)")),
+    _wrong("v", "size", lambda t: t(1, 4, 2, 5, 8), "of shape (1, 4, 2, 4, 8) to match k, got (1, 4, 2, 5, 8)"),
+    _wrong("bias", "rank", lambda t: t(1, 2, 4, 4), f"{_BIAS}, got (1, 2, 4, 4)"),
+    _wrong("bias", "rows", lambda t: t(1, 4, 2, 4, 4), f"{_BIAS}, got (1, 4, 2, 4, 4)"),
+    _wrong("bias", "keys", lambda t: t(1, 1, 2, 4, 5), f"{_BIAS}, got (1, 1, 2, 4, 5)"),
+    _wrong("mask", "rank", lambda t: t(1, 4, 4) > 0, "of shape (1, 4, 1, 1, 4) to match q and k, got (1, 4, 4)"),
     _wrong("mask", "float32", lambda t: t(1, 4, 1, 1, 4), "of dtype bool, got float32"),
     *dtype_errors("q", lambda t, d: arguments(t(*_SIZES, dtype=d), *_attention(t, *_SIZES)[0][1:])),
     *match_errors(

@@ -176,24 +176,24 @@ def triangle_backward_flops(x: Sequence[int], parameters: Sequence[Any], output_
     return 2 * prod(x[:-1]) * (out + into)
 
 
-def triangle_attention_flops(q: Sequence[int], *args: Any, **kwargs: Any) -> int:
-    """Two products, ``4 * batch * rows * heads * N * N * d``.
+def triangle_attention_flops(q: Sequence[int], k: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    """Two products, ``4 * batch * rows * heads * Q * K * d``.
 
     Example::
 
-        >>> torchops.flops.triangle_attention_flops((1, 5, 2, 5, 16))
-        16000
+        >>> torchops.flops.triangle_attention_flops((1, 5, 2, 5, 16), (1, 5, 2, 7, 16))
+        22400
     """
-    return 4 * prod(q) * q[-2]
+    return 4 * prod(q) * k[-2]
 
 
-def triangle_attention_backward_flops(q: Sequence[int], output_mask: Sequence[bool]) -> int:
+def triangle_attention_backward_flops(q: Sequence[int], k: Sequence[int], output_mask: Sequence[bool]) -> int:
     """The product for the scores again, one for their gradient, unless ``v`` alone has one, and one for each of ``q``,
     ``k`` and ``v`` that ``output_mask`` asks for. The kernels for CUDA compute the first two once for each of ``q``,
     ``k`` with ``v`` and the bias, which is not counted."""
     dq, dk, dv, dbias = output_mask
     scores = any(output_mask) + (dq or dk or dbias)
-    return (scores + dq + dk + dv) * 2 * prod(q) * q[-2]
+    return (scores + dq + dk + dv) * 2 * prod(q) * k[-2]
 
 
 def attention_update_flops(x: Sequence[int], parameters: Sequence[Any], heads: int) -> int:

@@ -45,8 +45,11 @@ def check_device(op: str, name: str, t: Tensor, of: torch.device, match: str) ->
 
 
 def check_shape(op: str, name: str, t: Tensor, shape: Sequence[Any], match: str) -> None:
+    """Checks the shape of t; a size that is not known yet is a letter, which `t` does not match."""
+
     def message() -> str:
-        return f"{op}: expected {name} of shape {tuple(shape)} to match {match}, got {tuple(t.shape)}"
+        expected = str(tuple(shape)).replace("'", "")
+        return f"{op}: expected {name} of shape {expected} to match {match}, got {tuple(t.shape)}"
 
     expect(t.dim() == len(shape), message)
     for size, expected in zip(t.shape, shape, strict=True):

@@ -26,9 +26,13 @@ def triangle_attention(
     mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """The core of triangle attention: for each row ``i`` and head, attention of the edges ``(i, j)`` to the edges
-    ``(i, k)``, with a bias that depends on ``j`` and ``k`` (`Jumper et al. 2021
-    <https://doi.org/10.1038/s41586-021-03819-2>`_, supplement, algorithms 13 and 14).
+    """For each row ``i`` and head, attention of queries ``j`` to keys ``k``, with a bias that depends on ``j`` and
+    ``k``, and that all rows share.
+
+    It is the core of triangle attention, where the edges ``(i, j)`` attend to the edges ``(i, k)`` (`Jumper et al. 2021
+    <https://doi.org/10.1038/s41586-021-03819-2>`_, supplement, algorithms 13 and 14), and of attention with pair bias,
+    where rows are samples of one structure (`Abramson et al. 2024 <https://doi.org/10.1038/s41586-024-07487-w>`_,
+    supplement, algorithm 24; see :func:`attention_pair_bias`).
 
     .. code-block:: text
 
@@ -38,14 +42,16 @@ def triangle_attention(
     The scores ``s`` never exist for all rows.
 
     Args:
-        q, k, v: of shape ``(batch, N, H, N, d)``, or ``(batch, R, H, N, d)`` for ``R`` of the rows. They have one
-            dtype, and any strides, such as those of views of one product.
-        bias: of shape ``(batch, 1, H, N, N)``, and the dtype of ``q``, or float32 if that has 16 bits. Layouts other
+        q: of shape ``(batch, R, H, Q, d)``. Numbers of rows, queries and keys are independent. For a pair tensor of
+            ``N`` by ``N`` edges, queries and keys are ``N``, and rows too, or some of them.
+        k, v: of shape ``(batch, R, H, K, d)``. They and ``q`` have one dtype, and any strides, such as those of views
+            of one product.
+        bias: of shape ``(batch, 1, H, Q, K)``, and the dtype of ``q``, or float32 if that has 16 bits. Layouts other
             than rows of ``k`` are copied once.
-        mask: bool, of shape ``(batch, N, 1, 1, N)``, or with ``R`` rows, ``True`` for keys to keep; or ``None``. Other
-            keys have no weight, but their ``v`` and the products of their ``k`` must be finite, since 0 times NaN is
-            NaN. A row without any key is computed as if all keys were kept, which is what the formula above says as
-            long as its sums are exact.
+        mask: bool, of shape ``(batch, R, 1, 1, K)``, ``True`` for keys to keep; or ``None``. Other keys have no weight,
+            but their ``v`` and the products of their ``k`` must be finite, since 0 times NaN is NaN. A row of which the
+            mask keeps no key is computed as if all keys were kept, which is what the formula above says as long as its
+            sums are exact. Without keys (``K = 0``), the result is 0.
         scale: factor of the products of ``q`` and ``k``. Default: ``d ** -0.5``.
 
     Dtypes: float32, float64, float16 and bfloat16. Scores and their exponentials are float32 even if ``q`` has 16 bits.
@@ -55,7 +61,7 @@ def triangle_attention(
         A new dense tensor of the shape and dtype of ``q``. Its dimensions have the same order in memory as those of
         ``q``, so ``result.transpose(-3, -2).flatten(-2)`` makes no copy if ``q`` is a view with heads side by side.
 
-    Memory: the result, and a number for each edge and head; on CUDA, copies of the mask (in float32) and the bias; and
+    Memory: the result, and a number for each query and head; on CUDA, copies of the mask (in float32) and the bias; and
     where panels run, scratch for one of them, which has at most 8 MiB unless a single row takes more. Training keeps
     the arguments, the result and the numbers. The gradient computes the scores again. Gradients from the Triton kernels
     have the same bits in every run.
@@ -65,9 +71,9 @@ def triangle_attention(
 
     Example:
 
-        >>> q, k, v = (torch.randn(1, 5, 2, 5, 16) for _ in range(3))
-        >>> torchops.triangle_attention(q, k, v, bias=torch.randn(1, 1, 2, 5, 5)).shape
-        torch.Size([1, 5, 2, 5, 16])
+        >>> q, k, v = torch.randn(1, 5, 2, 3, 16), *torch.randn(2, 1, 5, 2, 7, 16)
+        >>> torchops.triangle_attention(q, k, v, bias=torch.randn(1, 1, 2, 3, 7)).shape
+        torch.Size([1, 5, 2, 3, 16])
     """
     return _triangle_attention(q, k, v, bias, mask, scale)
 

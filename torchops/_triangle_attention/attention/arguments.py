@@ -28,8 +28,13 @@ class Inputs(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """batch, rows, heads, n: of a number for each edge and head."""
+        """batch, rows, heads, queries: of a number for each query and head."""
         return self.q.shape[:4]  # type: ignore[return-value]
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to sum."""
+        return self.q.numel() == 0 or self.k.numel() == 0
 
 
 class Saved(NamedTuple):
@@ -37,7 +42,7 @@ class Saved(NamedTuple):
 
     out: Tensor
     logsumexp: Tensor
-    """The logarithms of the sums of exponentials, (batch, rows, heads, n)."""
+    """The logarithms of the sums of exponentials, (batch, rows, heads, queries)."""
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -68,25 +73,29 @@ def check(
     expect(q.dtype in DTYPES, lambda: f"{op}: expected q of dtype {expected}, got {name_of(q.dtype)}")
     expect(
         q.dim() == 5,
-        lambda: f"{op}: expected q of shape (batch, R, H, N, d), got {tuple(q.shape)}",
+        lambda: f"{op}: expected q of shape (batch, R, H, Q, d), got {tuple(q.shape)}",
     )
-    for name, t in (("k", k), ("v", v)):
-        _check_matches(op, name, t, q, q.shape)
-    batch, rows, heads, n, _ = q.shape
-    _check_matches(op, "bias", bias, q, (batch, 1, heads, n, n), or_float32=True)
+    batch, rows, heads, queries, d = q.shape
+    keys = k.shape[3] if k.dim() == 5 else "K"
+    _check_matches(op, "k", k, q, (batch, rows, heads, keys, d))
+    _check_matches(op, "v", v, q, k.shape, "k")
+    _check_matches(op, "bias", bias, q, (batch, 1, heads, queries, keys), "q and k", or_float32=True)
     if mask is not None:
         expect(mask.dtype == torch.bool, lambda: f"{op}: expected mask of dtype bool, got {name_of(mask.dtype)}")
-        _check_place(op, "mask", mask, q, (batch, rows, 1, 1, n))
+        _check_place(op, "mask", mask, q, (batch, rows, 1, 1, keys), "q and k")
 
 
-def _check_matches(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int], *, or_float32: bool = False) -> None:
+def _check_matches(
+    op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[Any], of: str = "q", *, or_float32: bool = False
+) -> None:
+    """Checks that t has the dtype and the device of q, and the shape that `of` asks for."""
     check_dtype(op, name, t, q.dtype, "q", or_float32=or_float32)
-    _check_place(op, name, t, q, shape)
+    _check_place(op, name, t, q, shape, of)
 
 
-def _check_place(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[int]) -> None:
+def _check_place(op: str, name: str, t: Tensor, q: Tensor, shape: Sequence[Any], of: str = "q") -> None:
     check_device(op, name, t, q.device, "q")
-    check_shape(op, name, t, shape, "q")
+    check_shape(op, name, t, shape, of)
 
 
 def check_backward(op: str, grad: Tensor, inputs: Inputs, saved: Saved, output_mask: OutputMask) -> None:

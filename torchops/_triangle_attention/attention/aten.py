@@ -1,7 +1,7 @@
 """Triangle attention in ATen operators, panel by panel of rows: the fallback where we have no kernel.
 
-The scores of all rows are N³ numbers per head. A panel has as many rows as keep the scores, or the bias plus the mask,
-within `_PANEL_BYTES`, but at least one. Sums over rows add the panels in order.
+The scores of all rows are R * Q * K numbers per head. A panel has as many rows as keep the scores, or the bias plus
+the mask, within `_PANEL_BYTES`, but at least one. Sums over rows add the panels in order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def why_not(inputs: Inputs) -> str | None:
 
 
 def _kept(mask: Tensor | None) -> Tensor | None:
-    """The keys kept for each row, ``(batch, R, N)``. If the mask keeps none, all are kept."""
+    """The keys kept for each row, ``(batch, R, K)``. If the mask keeps none, all are kept."""
     if mask is None:
         return None
     mask = mask[:, :, 0, 0]
@@ -35,11 +35,11 @@ def _kept(mask: Tensor | None) -> Tensor | None:
 def forward(inputs: Inputs) -> Saved:
     q, k, v, bias, mask, scale = inputs
     keep = _kept(mask)
-    batch, count, heads, n, d = q.shape
+    batch, count, heads, queries, d = q.shape
     dtype = accumulator(q.dtype)
-    out, lse = torch.empty_like(q), q.new_empty((batch, count, heads, n), dtype=dtype)
+    out, lse = torch.empty_like(q), q.new_empty(inputs.sizes, dtype=dtype)
     whole = q.device.type == "cpu" and keep is None  # the bias is read without a copy
-    row_bytes = heads * n * (d * q.element_size() if whole else n * dtype.itemsize)
+    row_bytes = heads * queries * (d * q.element_size() if whole else k.shape[3] * dtype.itemsize)
     for b, rows in _panels(batch, count, row_bytes):
         kept = None if keep is None else keep[b, rows]
         panel = q[b, rows], k[b, rows], v[b, rows]
@@ -52,7 +52,7 @@ def forward(inputs: Inputs) -> Saved:
                 attn_mask=_with_rows(added).expand(len(panel[0]), -1, -1, -1),
                 scale=scale,
             )
-            # The operator computes both as (rows, N, H) but returns views as (rows, H, N).
+            # The operator computes both as (rows, Q, H) but returns views as (rows, H, Q).
             lse[b, rows] = panel_lse
             if (1, *panel_out.shape) == q.shape and panel_out.stride() == out.stride()[1:]:
                 # The same memory, but no view, which autograd would not let callers overwrite.
@@ -70,11 +70,11 @@ def forward(inputs: Inputs) -> Saved:
 def backward(grad: Tensor, inputs: Inputs, saved: Saved, output_mask: OutputMask) -> tuple[Tensor | None, ...]:
     (q, k, v, bias, mask, scale), (out, lse) = inputs, saved
     keep = _kept(mask)
-    batch, count, heads, n, _ = q.shape
+    batch, count, heads, queries, _ = q.shape
     dtype = accumulator(q.dtype)
     dq, dk, dv = (torch.empty_like(t) if want else None for t, want in zip((q, k, v), output_mask[:3], strict=True))
     dbias = bias.new_zeros(bias.shape, dtype=dtype) if output_mask[3] else None
-    for b, rows in _panels(batch, count, 2 * heads * n * n * dtype.itemsize):
+    for b, rows in _panels(batch, count, 2 * heads * queries * k.shape[3] * dtype.itemsize):
         g, q_rows, k_rows, v_rows, o = (t[b, rows].to(dtype) for t in (grad, q, k, v, out))
         p = _scores(q_rows, k_rows, bias[b], None if keep is None else keep[b, rows], scale)
         p = p.sub_(lse[b, rows].unsqueeze(-1)).exp_()
@@ -115,7 +115,7 @@ def _with_rows(t: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor, keep: Tensor | None, scale: float) -> Tensor:
-    """The scores of a panel, (rows, H, N, N)."""
+    """The scores of a panel, (rows, H, Q, K)."""
     dtype = accumulator(q.dtype)
     s = (q.to(dtype) @ k.to(dtype).mT).mul_(scale).add_(bias)
     return s if keep is None else s.masked_fill_(~keep[:, None, None], float("-inf"))

@@ -1,7 +1,7 @@
 # Kernels have no types, and their constants are in capitals, as is usual in Triton.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803
-"""Triton kernels of triangle attention, compiled once for all N.
+"""Triton kernels of triangle attention, compiled once for all numbers of queries and keys.
 
 The scores ``s[i, h, j, k] = scale * q[i, h, j] . k[i, h, k] + bias[h, j, k]`` never leave the registers. A program
 holds a tile of them, for one head and one row i (for the gradient of the bias: one row i after another), and computes
@@ -12,7 +12,8 @@ gradients are bitwise the same in every run.
 
 STAGES: how many iterations ahead loops load all operands. None for float32 tiles, where only the operands of products
 are loaded ahead. Strides are tuples (batch, i, h, j), those of the bias (batch, h, j). Offsets within a tile fit 32
-bits; those of its first element may not.
+bits; those of its first element may not. Rows that are padded have `width` numbers, of a number for each key, or
+`q_width`, for each query.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import triton.language as tl
 
 __all__ = ["LOG2E", "add_of_mask", "forward"]
 
-_jit = triton.jit(do_not_specialize=["rows", "n", "heads", "share", "gap"])  # one compilation for all N
+_jit = triton.jit(do_not_specialize=["rows", "queries", "keys", "heads", "share", "gap"])  # one for all sizes
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -100,7 +101,7 @@ def _probabilities(left, right, bias, mask_bias, log_sums, scale, SCALED: tl.con
 
 
 @_jit
-def add_of_mask(mask, mask_bias, mask_strides, rows: tl.int32, n: tl.int32, width, BLOCK: tl.constexpr):
+def add_of_mask(mask, mask_bias, mask_strides, rows: tl.int32, keys: tl.int32, width, BLOCK: tl.constexpr):
     """What a mask with strides (batch, i, k) adds to the scores of each row: -inf at masked keys, unless all keys are
     masked. The result is float32 in rows of `width`, so that the forward pass and dq can load it ahead like the other
     operands: asynchronous copies take at least 4 bytes, and single bytes would stall the loop."""
@@ -108,13 +109,13 @@ def add_of_mask(mask, mask_bias, mask_strides, rows: tl.int32, n: tl.int32, widt
     row = mask + b * mask_strides[0] + i * mask_strides[1]
     kk = tl.arange(0, BLOCK)
     kept = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, n, BLOCK):
+    for start in range(0, keys, BLOCK):
         at = (start + kk).to(tl.int64) * mask_strides[2]
-        kept |= (tl.load(row + at, mask=kk < n - start, other=0) != 0).to(tl.int32)
+        kept |= (tl.load(row + at, mask=kk < keys - start, other=0) != 0).to(tl.int32)
     none = tl.max(kept, 0) == 0
     for start in range(0, width, BLOCK):
         at = (start + kk).to(tl.int64) * mask_strides[2]
-        values = tl.where(none | (tl.load(row + at, mask=kk < n - start, other=0) != 0), 0.0, float("-inf"))
+        values = tl.where(none | (tl.load(row + at, mask=kk < keys - start, other=0) != 0), 0.0, float("-inf"))
         tl.store(mask_bias + (b * rows + i) * width + start + kk, values, mask=kk < width - start)
 
 
@@ -122,13 +123,13 @@ def add_of_mask(mask, mask_bias, mask_strides, rows: tl.int32, n: tl.int32, widt
 def forward(
     q, k, v, bias, mask_bias, out, lse,
     q_strides, k_strides, v_strides, bias_strides, out_strides,
-    rows: tl.int32, n: tl.int32, heads: tl.int32, scale, width,
+    rows: tl.int32, queries: tl.int32, keys: tl.int32, heads: tl.int32, scale, width,
     D: tl.constexpr, PADDED_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     SCALED: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     b, i, h, first = _program_coords(heads, BLOCK_J)
     j, kk = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K)
-    left = (n - first).to(tl.int32)
+    left = (queries - first).to(tl.int32)
     q_tile = _load(_row(q, q_strides, b, i, h, first), q_strides[3], left, D, PADDED_D, BLOCK_J)
     k_rows, v_rows = _row(k, k_strides, b, i, h, 0), _row(v, v_strides, b, i, h, 0)
     bias_rows = bias + b * bias_strides[0] + h * bias_strides[1] + first * bias_strides[2]
@@ -140,8 +141,8 @@ def forward(
     top = tl.full((BLOCK_J,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_J,), tl.float32)
     sums = tl.zeros((BLOCK_J, PADDED_D), tl.float32)
-    for start in tl.range(0, n, BLOCK_K, num_stages=STAGES):
-        k_tile = _load(k_rows, k_strides[3], n - start, D, PADDED_D, BLOCK_K)
+    for start in tl.range(0, keys, BLOCK_K, num_stages=STAGES):
+        k_tile = _load(k_rows, k_strides[3], keys - start, D, PADDED_D, BLOCK_K)
         mask_bias_k = None
         if MASKED:
             mask_bias_k, _ = _pair(mask_bias_row, 0, BLOCK_K, STAGES)
@@ -151,7 +152,7 @@ def forward(
         p = tl.exp2(s * unit - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(p, 1)
-        v_tile = _load(v_rows, v_strides[3], n - start, D, PADDED_D, BLOCK_K)
+        v_tile = _load(v_rows, v_strides[3], keys - start, D, PADDED_D, BLOCK_K)
         sums = tl.dot(p.to(v_tile.dtype), v_tile, sums * shrink[:, None], input_precision=PRECISION)
         top = new_top
         k_rows += BLOCK_K * k_strides[3]
@@ -160,5 +161,5 @@ def forward(
 
     out_rows = _row(out, out_strides, b, i, h, first)
     _store(out_rows, out_strides[3], left, sums / total[:, None], D, PADDED_D, BLOCK_J)
-    lse_row = lse + ((b * rows + i) * heads + h) * n + first
+    lse_row = lse + ((b * rows + i) * heads + h) * queries + first
     tl.store(lse_row + j, (top + tl.log2(total)) / LOG2E, mask=j < left)

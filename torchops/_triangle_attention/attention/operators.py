@@ -63,19 +63,19 @@ def _of_backward(grad: Tensor, *args: Any) -> tuple[Tensor, Inputs, Saved, Outpu
 
 @again_if_refused
 def _forward(inputs: Inputs) -> Saved:
-    return _empty(inputs) if inputs.q.numel() == 0 else backend_for(inputs).forward(inputs)
+    return _empty(inputs) if inputs.empty else backend_for(inputs).forward(inputs)
 
 
 def _empty(inputs: Inputs) -> Saved:
     q = inputs.q
-    return Saved(torch.empty_like(q), q.new_zeros(inputs.sizes, dtype=accumulator(q.dtype)))
+    return Saved(torch.zeros_like(q), q.new_zeros(inputs.sizes, dtype=accumulator(q.dtype)))
 
 
 @again_if_refused
 def _gradients(*args: Any) -> _Gradients:
     grad, inputs, saved, output_mask = _of_backward(*args)
     made: Sequence[Tensor | None] = [None] * 4
-    if inputs.q.numel() == 0:
+    if inputs.empty:
         made = [*map(torch.zeros_like, inputs[:3]), inputs.bias.new_zeros(inputs.bias.shape)]
     elif any(output_mask):
         saved = saved._replace(logsumexp=saved.logsumexp.contiguous())

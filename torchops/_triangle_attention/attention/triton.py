@@ -1,9 +1,9 @@
 """Launches of the Triton kernels of triangle attention (`kernels.py`).
 
-The bias is read as ``(h, j, k)``, in aligned rows that end at a multiple of `_PADDING`, with -inf beyond N. So loads
-are as wide for odd N as for even ones, and there is no tail of keys to mask. Any other bias is copied, which takes 1 /
-d of the bytes of q. At N = 768 on an H100, copying a bias with heads last made no visible difference to the time of the
-forward pass (1461 us, and 1463 without the copy; bfloat16, 4 heads of 32).
+The bias is read as ``(h, j, k)``, in aligned rows that end at a multiple of `_PADDING`, with -inf beyond the last key.
+So loads are as wide for odd K as for even ones, and there is no tail of keys to mask. Any other bias is copied, which
+has K / (R * d) of the bytes of q. At N = 768 on an H100, copying a bias with heads last made no visible difference to
+the time of the forward pass (1461 us, and 1463 without the copy; bfloat16, 4 heads of 32).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _is_small(device: torch.device) -> bool:
 def _launcher(
     kernel: str, d: int, dtype: torch.dtype, masked: bool, tf32: bool, small: bool = False, **constants: bool
 ) -> Launch:
-    """A kernel with its constants, which don't depend on N."""
+    """A kernel with its constants, which don't depend on the numbers of rows, queries and keys."""
     precision = "tf32" if tf32 or dtype != torch.float32 else "tf32x3"  # three products have the accuracy of float32
     options = {"D": d, "PADDED_D": padded(d), "MASKED": masked, "PRECISION": precision}
     return Launch(_KERNELS[kernel], **options, **constants, **_launch(kernel, d, dtype, small).arguments(dtype))
@@ -143,25 +143,26 @@ def _laid_out_like(made: Tensor | None, t: Tensor) -> Tensor | None:
 
 
 def padded_bias(bias: Tensor) -> Tensor:
-    """The bias as (batch, heads, n, n), in rows that end at a multiple of `_PADDING` and hold -inf beyond n."""
+    """The bias as (batch, heads, queries, keys), in rows that end at a multiple of `_PADDING` and hold -inf beyond the
+    last key."""
     bias = bias.squeeze(1)
-    n = bias.shape[-1]
+    keys = bias.shape[-1]
     aligned = bias.stride(-1) == 1 and all(s % 16 == 0 for s in bias.stride()[:-1]) and bias.data_ptr() % 16 == 0
-    if n % _PADDING == 0 and aligned:
+    if keys % _PADDING == 0 and aligned:
         return bias
-    padded = bias.new_empty(*bias.shape[:-1], padded_width(n))
-    padded[..., n:].fill_(float("-inf"))
-    padded[..., :n].copy_(bias)
+    padded = bias.new_empty(*bias.shape[:-1], padded_width(keys))
+    padded[..., keys:].fill_(float("-inf"))
+    padded[..., :keys].copy_(bias)
     return padded
 
 
-def of_keys(bias: Tensor) -> Tensor:
+def of_keys(bias: Tensor, keys: int) -> Tensor:
     """The transpose of a bias that `padded_bias` made: (batch, heads, k, j), in rows padded in the same way."""
-    n = bias.shape[-2]
-    batch, heads, _, width = *bias.shape[:3], padded_width(n)
-    made = bias.new_empty((batch, heads, n, width))
-    grid = width // 64, _blocks(n, 64), batch * heads
-    _transpose_launcher(grid, bias, made, bias.stride()[:3], made.stride()[:3], n, heads)
+    batch, heads, queries, _ = bias.shape
+    width = padded_width(queries)
+    made = bias.new_empty((batch, heads, keys, width))
+    grid = width // 64, _blocks(keys, 64), batch * heads
+    _transpose_launcher(grid, bias, made, bias.stride()[:3], made.stride()[:3], queries, keys, heads)
     return made
 
 
@@ -174,11 +175,11 @@ def _strides(t: Tensor) -> tuple[int, ...]:
 
 
 def mask_bias_of(mask: Tensor, width: int) -> Tensor:
-    """What a mask (batch, rows, n) of any dtype adds to the scores, as (batch, rows, width) in float32."""
-    batch, rows, n = mask.shape
+    """What a mask (batch, rows, keys) of any dtype adds to the scores, as (batch, rows, width) in float32."""
+    batch, rows, keys = mask.shape
     mask_bias = mask.new_empty((batch, rows, width), dtype=torch.float32)
     mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    _mask_launcher((rows, batch, 1), mask, mask_bias, mask.stride(), rows, n, width)
+    _mask_launcher((rows, batch, 1), mask, mask_bias, mask.stride(), rows, keys, width)
     return mask_bias
 
 
@@ -216,13 +217,13 @@ def attend(inputs: Prepared, saved: Saved) -> None:
     """The forward pass, which writes to `saved`."""
     q, k, v, bias, mask_bias, scale, scaled = inputs
     out, lse = saved
-    batch, rows, heads, n, d = q.shape
+    batch, rows, heads, queries, d = q.shape
     launch = _launcher("forward", d, q.dtype, mask_bias is not None, allows_tf32(q.dtype), SCALED=scaled)
     launch(
-        (_blocks(n, launch.options["BLOCK_J"]), rows, batch * heads),
+        (_blocks(queries, launch.options["BLOCK_J"]), rows, batch * heads),
         q, k, v, bias, lse if mask_bias is None else mask_bias, out, lse,
         _strides(q), _strides(k), _strides(v), bias.stride()[:3], _strides(out),
-        rows, n, heads, scale, bias.shape[-1],
+        rows, queries, k.shape[3], heads, scale, bias.shape[-1],
     )  # fmt: skip
 
 
@@ -232,7 +233,7 @@ def backward(grad: Tensor, inputs: Inputs, saved: Saved, output_mask: OutputMask
     # empty_like() of the readable tensors, because gradients are written by contiguous rows too.
     dq, dk, dv = (torch.empty_like(t) if want else None for t, want in zip((q, k, v), output_mask[:3], strict=True))
     with on(q.device):
-        dbias = new_dbias(grad, padded) if output_mask[3] else None
+        dbias = new_dbias(grad, k.shape[3], padded) if output_mask[3] else None
         prepared = Prepared(q, k, v, padded, _mask_bias_of(inputs.mask, padded), inputs.scale)
         attend_backward(grad, prepared, Saved(out, saved.logsumexp), (dq, dk, dv), dbias)
         # A copy if there are several parts, as the first part is a view of a larger tensor.
@@ -256,72 +257,72 @@ def attend_backward(
     lse_delta: Tensor | None = None,
 ) -> None:
     """The backward pass. Gradients of q, k and v go to the tensors in `into` that are not None. That of the bias goes
-    to `dbias` (from `new_dbias`), or is added to it. `bias_of_keys` is ``of_keys(bias)``. `lse_delta` are log_sums and
-    delta as `prepare` computes them, if they are known already. Gradients are those of the unscaled arguments, even if
-    these are `scaled`.
+    to `dbias` (from `new_dbias`), or is added to it. `bias_of_keys` is what
+    `of_keys` makes of the bias. `lse_delta` are log_sums and delta as `prepare` computes them, if they are known
+    already. Gradients are those of the unscaled arguments, even if these are `scaled`.
 
     The last kernel computes the gradients of k and v, each tile from its own part of k and v, so they may overwrite
     these.
     """
     q, k, v, bias, mask_bias, scale, scaled = inputs
     out, lse = saved
-    batch, rows, heads, n, d = q.shape
-    width = bias.shape[-1]
+    batch, rows, heads, queries, d = q.shape
+    keys, q_width, width = k.shape[3], padded_width(queries), bias.shape[-1]
     if lse_delta is None:
-        lse_delta = q.new_empty((2, batch * rows * heads * width), dtype=torch.float32)
+        lse_delta = q.new_empty((2, batch * rows * heads * q_width), dtype=torch.float32)
         prepare = _prepare_launcher(d)
         prepare(
-            (width // prepare.options["BLOCK_J"], rows, batch * heads),
-            grad, out, lse, *lse_delta, _strides(grad), _strides(out), rows, n, heads, width,
+            (q_width // prepare.options["BLOCK_J"], rows, batch * heads),
+            grad, out, lse, *lse_delta, _strides(grad), _strides(out), rows, queries, heads, q_width,
         )  # fmt: skip
     strides = *map(_strides, (grad, q, k, v)), bias.stride()[:3]
-    sizes = rows, n, heads, scale, width
+    sizes = rows, queries, keys, heads, scale, q_width, width
     gap = len(lse_delta[0])
     how = d, q.dtype, mask_bias is not None, allows_tf32(q.dtype), _is_small(q.device)
     tensors = grad, q, k, v, bias, lse if mask_bias is None else mask_bias, lse_delta
     if dbias is not None:
-        grid = _tiles(_launch("bias", d, q.dtype), n), len(dbias), batch * heads
+        grid = _tiles(_launch("bias", d, q.dtype), queries, keys), len(dbias), batch * heads
         launch = _launcher("bias", *how, ACCUMULATE=accumulate, SCALED=scaled)
         launch(grid, *tensors, dbias, *strides, *sizes, _blocks(rows, len(dbias)), gap)
     dq, dk, dv = into
     if dq is not None:
         launch = _launcher("q", *how, SCALED=scaled)
-        grid = _blocks(n, launch.options["BLOCK_J"]), rows, batch * heads
+        grid = _blocks(queries, launch.options["BLOCK_J"]), rows, batch * heads
         launch(grid, *tensors, dq, *strides, _strides(dq), *sizes, gap)
     if dk is not None or dv is not None:
         launch = _launcher("kv", *how, WANT_K=dk is not None, WANT_V=dv is not None, SCALED=scaled)
         either = k if dk is None else dk, v if dv is None else dv
-        bias_of_keys = of_keys(bias) if bias_of_keys is None else bias_of_keys
+        bias_of_keys = of_keys(bias, keys) if bias_of_keys is None else bias_of_keys
         launch(
-            (_blocks(n, launch.options["BLOCK_K"]), rows, batch * heads),
+            (_blocks(keys, launch.options["BLOCK_K"]), rows, batch * heads),
             grad, q, k, v, bias_of_keys, *tensors[5:], *either, *strides[:4], bias_of_keys.stride()[:3],
             *map(_strides, either), *sizes, gap,
         )  # fmt: skip
 
 
-def new_dbias(q: Tensor, bias: Tensor, wide: bool = False) -> Tensor:
+def new_dbias(q: Tensor, keys: int, bias: Tensor, wide: bool = False) -> Tensor:
     """Allocates the gradient of a bias from `padded_bias`: sums over shares of the rows of q, or of a tensor like it,
-    (parts, batch, heads, n, n), so that each multiprocessor gets at least 32 warps, of which it holds about 12 at a
-    time. On an H100, with N = 768 and 4 heads of 32, one part took 1274 us, two 1138, and four 1137. Float32 if there
-    are several parts, or something is to be added."""
-    batch, rows, heads, n, d = q.shape
-    launch, nbytes = _launch("bias", d, q.dtype), 4 * batch * heads * n * n
-    warps = _tiles(launch, n) * batch * heads * launch.warps
+    (parts, batch, heads, queries, keys), so that each multiprocessor gets at least 32 warps, of which it holds about 12
+    at a time. On an H100, with N = 768 and 4 heads of 32, one part took 1274 us, two 1138, and four 1137. Float32 if
+    there are several parts, or something is to be added."""
+    batch, rows, heads, queries, d = q.shape
+    launch, nbytes = _launch("bias", d, q.dtype), 4 * batch * heads * queries * keys
+    warps = _tiles(launch, queries, keys) * batch * heads * launch.warps
     parts = max(1, min(_blocks(32 * processors(q.device), warps), _PARTIAL_BYTES // nbytes, rows))
     parts = _blocks(rows, _blocks(rows, parts))
-    return q.new_empty((parts, batch, heads, n, n), dtype=torch.float32 if wide or parts > 1 else bias.dtype)
+    return q.new_empty((parts, batch, heads, queries, keys), dtype=torch.float32 if wide or parts > 1 else bias.dtype)
 
 
 def sum_of_dbias(dbias: Tensor) -> Tensor:
-    """The sum of the parts, (batch, heads, n, n), in the memory of the first one."""
+    """The sum of the parts, (batch, heads, queries, keys), in the memory of the first one."""
     if len(dbias) > 1:
         size = dbias[0].numel()
         _parts_launcher((_blocks(size, 1024), 1, 1), dbias, len(dbias), size)
     return dbias[0]
 
 
-def _tiles(launch: _Launch, n: int) -> int:
-    return _blocks(n, launch.block_j) * _blocks(n, launch.block_k)
+def _tiles(launch: _Launch, queries: int, keys: int) -> int:
+    return _blocks(queries, launch.block_j) * _blocks(keys, launch.block_k)
 
 
 def processors(device: torch.device) -> int:

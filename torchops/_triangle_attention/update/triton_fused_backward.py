@@ -111,7 +111,7 @@ def backward_into(made: dict[str, Tensor], grad: Tensor, inputs: Inputs, kept: K
         lse_delta = w.q.new_empty(
             (2, size * (part[0].stop - part[0].start) * heads * bias.shape[-1]), dtype=torch.float32
         )
-        bias_of_keys, dbias, has_dbias = attention.of_keys(bias), None, False
+        bias_of_keys, dbias, has_dbias = attention.of_keys(bias, n), None, False
         for rows in part:
             places, z, d = (part_of(t, rows, ending) for t in (scratch, z_scratch, d_scratch))
             strides, inner, count = Places(places).strides, places.shape[2], n * (rows.stop - rows.start)
@@ -127,7 +127,7 @@ def backward_into(made: dict[str, Tensor], grad: Tensor, inputs: Inputs, kept: K
             launch_project(project, x, x_at, w, places, 2 * width, z)
             q, dq, k, v, _ = (panels.heads(t, heads, ending) for t in places.split(width, -1))
             if dbias is None:
-                dbias = attention.new_dbias(q, bias, wide=True)
+                dbias = attention.new_dbias(q, n, bias, wide=True)
             of_rows = None if mask_bias is None else mask_bias[:, rows]
             attention.attend_backward(
                 panels.heads(d, heads, ending), attention.Prepared(q, k, v, bias, of_rows, w.scale, scaled=True),

@@ -182,7 +182,7 @@ def attend_backward(
     grad: Tensor, a: AttentionInputs, saved: Saved, output_mask: Sequence[bool], into: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor | None:
     dq, dk, dv = (t if want else None for t, want in zip(into, output_mask[:3], strict=True))
-    dbias = attention.new_dbias(a.q, a.bias) if output_mask[3] else None
+    dbias = attention.new_dbias(a.q, a.k.shape[3], a.bias) if output_mask[3] else None
     attention.attend_backward(grad, attention.Prepared(*a), saved, (dq, dk, dv), dbias)
     return None if dbias is None else attention.sum_of_dbias(dbias)
 
