@@ -46,6 +46,7 @@ pytest.register_assert_rewrite(
     "distributed_worker",
     "memory_growth",
     "mutations",
+    "pair_bias_samples",
     "sharding",
 )
 

@@ -17,6 +17,7 @@ MAKE: dict[str, Callable[[bool], nn.Module]] = {
     "Dense": lambda bias: torchops.nn.Dense(9, 7, bias),
     "Gate": lambda bias: torchops.nn.Gate(9, 7, bias),
     "GLU": lambda bias: torchops.nn.GLU(9, 7, bias),
+    "AttentionPairBias": lambda bias: torchops.nn.AttentionPairBias(9, 5, 3, 2, initial_norm=bias),
     "Transition": lambda bias: torchops.nn.Transition(9, 7, bias=bias),
     "TriangleMultiplicativeUpdate": lambda bias: torchops.nn.TriangleMultiplicativeUpdate(9, 7, bias=bias),
     "TriangleAttention": lambda bias: torchops.nn.TriangleAttention(9, 3, 2, bias=bias),

@@ -4,6 +4,7 @@ are called then."""
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,12 +19,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune, spectral_norm, weight_norm
 
 from torchops import replace
-from torchops.nn import GLU, PairLayer, Transition, TriangleAttention, TriangleMultiplicativeUpdate
+from torchops.nn import GLU, AttentionPairBias, PairLayer, Transition, TriangleAttention, TriangleMultiplicativeUpdate
 
 C = 6
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "glu": lambda: GLU(C, C),
     "swiglu": lambda: GLU(C, C, activation="silu"),
+    "pair_bias": lambda: AttentionPairBias(C, C, 2, 4, initial_norm=True),
     "transition": lambda: Transition(C, 8, bias=True),
     "outgoing": lambda: TriangleMultiplicativeUpdate(C, 4, bias=True),
     "incoming": lambda: TriangleMultiplicativeUpdate(C, 4, "incoming", bias=True),
@@ -100,6 +102,8 @@ def arguments(name: str, *batch: int) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(*batch, 5, 5, C, generator=generator, dtype=torch.float64)
     mask = (torch.rand(*batch, 5, 5, generator=generator) > 0.3).double()
+    if name == "pair_bias":
+        return x.roll(1, -2), x, mask
     return (x,) if name in ("glu", "swiglu", "transition") else (x, mask)
 
 
@@ -129,12 +133,11 @@ def same(module: Any, expected: Callable[[], Any], *args: Tensor) -> None:
         leaf = x.clone().requires_grad_()
         out = m(leaf, *mask)
         results.append([out, *torch.autograd.grad(out.sin().sum(), leaf)])
-        ways = ({"inplace": True}, {} if isinstance(m, PairLayer) else {"residual": True})
-        for way in () if isinstance(m, GLU) else ways:
+        for way in sorted({"inplace", "residual"} & inspect.signature(m.forward).parameters.keys()):
             with torch.no_grad():
                 given = x.clone()
-                results[-1].append(m(given, *mask, **way))
-                assert (results[-1][-1] is given) == ("inplace" in way)
+                results[-1].append(m(given, *mask, **{way: True}))
+                assert (results[-1][-1] is given) == (way == "inplace")
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
 

@@ -14,7 +14,7 @@ from checks import assert_all_close, random_like
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from torchops.nn import GLU, Dense, Gate, Transition, TriangleAttention, TriangleMultiplicativeUpdate
+from torchops.nn import GLU, AttentionPairBias, Dense, Gate, Transition, TriangleAttention, TriangleMultiplicativeUpdate
 
 
 def pair(*args: object, **kwargs: object) -> tuple[Dense, nn.Linear]:
@@ -224,7 +224,7 @@ class Adapter(nn.Module):
 
 @pytest.mark.parametrize(
     "module",
-    [GLU(4, 4), Transition(4), TriangleMultiplicativeUpdate(4), TriangleAttention(4)],
+    [GLU(4, 4), Transition(4), TriangleMultiplicativeUpdate(4), TriangleAttention(4), AttentionPairBias(4, 4, 2)],
     ids=lambda module: type(module).__name__,
 )
 def test_another_layer_is_not_left_out(module: nn.Module) -> None:

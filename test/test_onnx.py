@@ -179,6 +179,21 @@ def test_modules_of_pairs(bias: bool) -> None:
             assert_all_close(run(program, *contiguous), list(model(*contiguous)), atol=1e-4, rtol=1e-4)
 
 
+def test_attention_pair_bias() -> None:
+    """Of samples, and of windows with other keys."""
+    model = torchops.nn.AttentionPairBias(8, 6, heads=2, initial_norm=True).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    s, z, keys = (random_like(torch.empty(size)) for size in ((2, 3, 5, 8), (2, 5, 7, 6), (2, 3, 7, 8)))
+    mask = torch.rand(2, 3, 7) > 0.3
+    mask[0, 1] = False
+    windows = s[:, 0], z, mask[:, 0], keys[:, 0]
+    for inputs in ((s, z, mask, keys), windows, (s, z[:, :, :5], mask[..., :5])):
+        contiguous = tuple(t.contiguous() for t in inputs)
+        program = torchops.onnx.export(model, contiguous, verbose=False)
+        assert_all_close(run(program, *contiguous), [model(*contiguous)], atol=1e-4, rtol=1e-4)
+
+
 def test_pair_layer_in_mixed_precision() -> None:
     """16-bit parameters, and a float32 stream."""
     layer = torchops.nn.PairLayer(8, heads=2, head_dim=3, hidden=12).half()

@@ -171,17 +171,21 @@ def test_weights_of_pairs(activation: type[nn.Module], config: str) -> None:
 
 
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
-@pytest.mark.parametrize("kind", ["Transition", "TriangleMultiplicativeUpdate", "TriangleAttention"])
+@pytest.mark.parametrize(
+    "kind", ["Transition", "TriangleMultiplicativeUpdate", "TriangleAttention", "AttentionPairBias"]
+)
 def test_weights_of_pair_layers(kind: str, config: str) -> None:
     """Which are called, as written."""
     torch.manual_seed(0)
-    module: Any = getattr(torchops.nn, kind)(32)
+    of_pairs = kind == "AttentionPairBias"  # which are x too
+    module: Any = getattr(torchops.nn, kind)(*[32] * (1 + of_pairs))
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.2)
     exact, x = copy.deepcopy(module), torch.randn(1, 6, 6, 32)
+    given = (x, x) if of_pairs else (x,)
     torchao.quantize_(module, getattr(torchao, config)())
     with torch.no_grad():
-        y, expected = module(x), exact(x)
+        y, expected = module(*given), exact(*given)
     assert not torch.equal(y, expected)
     assert (y - expected).norm() <= 0.05 * expected.norm()
 

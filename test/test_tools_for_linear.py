@@ -14,7 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchops
-from torchops.nn import GLU, Dense, Gate, PairLayer, Transition, TriangleAttention, TriangleMultiplicativeUpdate
+from torchops.nn import (
+    GLU,
+    AttentionPairBias,
+    Dense,
+    Gate,
+    PairLayer,
+    Transition,
+    TriangleAttention,
+    TriangleMultiplicativeUpdate,
+)
 
 
 class Adapter(nn.Module):
@@ -97,6 +106,7 @@ def test_a_gate_is_left(tool: Callable[[nn.Linear], nn.Module], bias: bool) -> N
     "module",
     [
         GLU(4, 4),
+        AttentionPairBias(4, 4, 2),
         Transition(4),
         TriangleMultiplicativeUpdate(4),
         TriangleAttention(4, 2, 2),

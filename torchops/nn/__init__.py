@@ -7,6 +7,7 @@ it. Call ``torchops.softmax_(x)`` in the ``forward`` that made ``x``. :class:`Tr
 inplace=True)``.
 """
 
+from torchops.nn.attention_pair_bias import AttentionPairBias
 from torchops.nn.gates import GLU, Dense, Gate
 from torchops.nn.pair import Transition, TriangleMultiplicativeUpdate
 from torchops.nn.pair_layer import PairLayer
@@ -14,6 +15,7 @@ from torchops.nn.triangle_attention import TriangleAttention
 
 __all__ = [
     "GLU",
+    "AttentionPairBias",
     "Dense",
     "Gate",
     "PairLayer",

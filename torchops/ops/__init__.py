@@ -30,12 +30,15 @@ from torchops.ops.pair import (
     transition,
     triangle_multiplicative_update,
 )
+from torchops.ops.pair_bias import PairBiasWeights, attention_pair_bias
 from torchops.ops.rows import layer_norm, layer_norm_, softmax, softmax_
 
 __all__ = [
     "AttentionWeights",
+    "PairBiasWeights",
     "add_transition_",
     "add_triangle_multiplicative_update_",
+    "attention_pair_bias",
     "dense",
     "dense_scaled",
     "gate",
