@@ -14,7 +14,8 @@ from benchmarks import __main__ as command
 from benchmarks import plots, survey, timing
 from benchmarks.case import BACKWARD, FORWARD
 from benchmarks.survey import report
-from benchmarks.survey.draws import SURVEYED, Draw, Limits, draw, size
+from benchmarks.survey.draws import SURVEYED, Draw, draw
+from benchmarks.survey.sizes import Limits, size
 
 SMALL = Limits(1 << 14, 2e6)
 CPU = torch.device("cpu")

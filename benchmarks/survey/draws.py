@@ -1,17 +1,14 @@
 """What a survey draws: an operator's sizes, its arguments, and PyTorch's ways to the same result.
 
-Sizes are log-uniform, like those of users rather than those of benchmarks: a third are multiples of 64, a quarter of
-8, and the others anything. A draw depends on the seed, the operator, the task, its number and the type of device, so
+A draw depends on the seed, the operator, the task, its number and the type of device, so
 each can be drawn again.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +18,11 @@ import torchops
 
 from ..case import BACKWARD, FORWARD, Task
 from ..square_matmul import orthogonal
+from . import attention
+from .sizes import Function, Limits, Sizes, size
 
 __all__ = ["SURVEYED", "Draw", "Surveyed", "draw"]
 
-Sizes = dict[str, Any]
-Function = Callable[..., Any]
 # The choices of each device. A CPU of two cores would take minutes for a GPU's largest.
 _ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
 _FLOPS = {"cuda": 4e11, "cpu": 5e8}
@@ -34,17 +31,6 @@ _DTYPES = {
     "cpu": (torch.float32, torch.float32, torch.bfloat16),
 }
 _FLOAT32_SLOWER = 12  # than 16 bits by tensor cores
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a device computes in a call of some milliseconds."""
-
-    elements: int
-    flops: float
-
-    def allow(self, flops: float, *elements: int) -> bool:
-        return flops <= self.flops and max(elements) <= self.elements
 
 
 @dataclass(frozen=True)
@@ -109,18 +95,6 @@ def draw(op: Surveyed, task: Task, seed: int, number: int, device_type: str) -> 
     while (sizes := op.sizes(random, limits)) is None:
         pass
     return Draw(op, task, number, sizes, dtype)
-
-
-def size(random: Random, low: int, high: int) -> int:
-    """Log-uniform between two sizes, and often a multiple of 8 or 64."""
-    value, kind = round(math.exp(random.uniform(math.log(low), math.log(high)))), random.random()
-    if kind < 0.3:
-        value = max(64, value // 64 * 64)
-    elif kind < 0.55:
-        value = max(8, value // 8 * 8)
-    elif kind < 0.65:
-        value |= 1
-    return min(high, max(low, value))
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -255,21 +229,6 @@ def _triangle_ways(s: Sizes) -> dict[str, Function]:
     return {"eager": eager}
 
 
-def _attention_sizes(random: Random, limits: Limits) -> Sizes | None:
-    n, heads, d = size(random, 16, 700), random.choice([2, 4, 8]), random.choice([16, 32, 64])
-    sizes = {"N": n, "heads": heads, "d": d}
-    return sizes if limits.allow(4.0 * n**3 * heads * d, n * n * heads * d) else None
-
-
-def _attention_tensors(s: Sizes, new: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
-    n, heads = s["N"], s["heads"]
-    return *(new(1, n, heads, n, s["d"]) for _ in range(3)), new(1, 1, heads, n, n)
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q[0], k[0], v[0], bias[0].expand(len(q[0]), -1, -1, -1))[None]
-
-
 SURVEYED = {
     op.name: op
     for op in (
@@ -351,11 +310,26 @@ SURVEYED = {
         Surveyed("triangle_multiplicative_update", _triangle_sizes, _triangle_tensors, _triangle, _triangle_ways),
         Surveyed(
             "triangle_attention",
-            _attention_sizes,
-            _attention_tensors,
+            attention.sizes,
+            attention.tensors,
             lambda s: torchops.triangle_attention,
-            lambda s: {"SDPA": _sdpa},
+            lambda s: {"SDPA": attention.sdpa},
             training=("SDPA",),
+        ),
+        Surveyed(
+            "triangle_attention of samples",
+            attention.sample_sizes,
+            attention.sample_tensors,
+            lambda s: torchops.triangle_attention,
+            lambda s: {"SDPA": attention.sdpa},
+            training=("SDPA",),
+        ),
+        Surveyed(
+            "attention_pair_bias",
+            attention.sample_sizes,
+            attention.pair_bias_tensors,
+            attention.pair_bias,
+            lambda s: {"eager": attention.eager_pair_bias(s)},
         ),
     )
 }
