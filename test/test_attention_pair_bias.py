@@ -219,6 +219,14 @@ def test_module() -> None:
         AttentionPairBias(C, None, 5)
 
 
+def test_on_meta() -> None:
+    """Which has no autocast, and where weights are packed."""
+    module = AttentionPairBias(C, C_Z, HEADS, device="meta", dtype=torch.bfloat16)
+    s, z, mask, keys = inputs("windows", dtype=torch.float32, device="meta")
+    out = module(s, z, mask, keys, residual=True)
+    assert (out.shape, out.dtype, out.device.type) == (s.shape, torch.float32, "meta")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_residual(dtype: torch.dtype) -> None:
     """A new tensor of the dtype of s."""

@@ -133,8 +133,13 @@ def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
     return normed
 
 
+def _under_autocast(device_type: str) -> bool:
+    """Meta tensors, and some devices of other backends, have no autocast to ask for."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 def _as_parameters(x: Tensor, w: PairBiasWeights) -> Tensor:
-    return x if torch.is_autocast_enabled(x.device.type) else x.to(w.q.dtype)
+    return x if _under_autocast(x.device.type) else x.to(w.q.dtype)
 
 
 def _input(s: Tensor, w: PairBiasWeights) -> Tensor:
@@ -227,7 +232,7 @@ def _of_weights(w: PairBiasWeights, c_z: Any) -> _Shapes:
 
 
 def _check_tensors(tensors: _Shapes, q: Tensor) -> None:
-    autocast = torch.is_autocast_enabled(q.device.type)
+    autocast = _under_autocast(q.device.type)
     for name, (t, shape, of) in tensors.items():
         if t is None:
             continue
