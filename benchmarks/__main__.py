@@ -39,7 +39,7 @@ COMMANDS = (
     Command("power", "power", "the clock of a chip at its power limit, on CUDA"),
     Command("boltz", "boltz", "layers of the released Boltz before and after torchops.replace"),
     Command("survey", "survey", "every operator at random sizes, beside PyTorch's ways"),
-    Command("candidates", "candidates", "each kernel that could compute a product, and the times that predict it, on CUDA"),
+    Command("candidates", "candidates", "each kernel that could multiply on CUDA, alone; fits predicted times"),
     Command("whole", "whole", "a whole prediction of a released model before and after torchops.replace"),
     Command("inductor", "inductor", "where torchops.inductor wins over torch.compile; writes its table"),
 )

@@ -125,7 +125,8 @@ def test_batched_gradients_in_another_thread(case: OpCase, device: str, dtype: t
             return pool.submit(torch.autograd.grad, out, leaves, cotangent, retain_graph=True).result()
 
     each = [torch.autograd.grad(out, leaves, cotangent, retain_graph=True) for cotangent in cotangents]
-    assert_all_close(torch._vmap_internals._vmap(in_thread)(cotangents), [torch.stack(g) for g in zip(*each, strict=True)])
+    batched = torch._vmap_internals._vmap(in_thread)(cotangents)
+    assert_all_close(batched, [torch.stack(gradient) for gradient in zip(*each, strict=True)])
 
 
 def flattened(case: OpCase, args: list[Any], kwargs: dict[str, Any]) -> tuple[tuple[Tensor, ...], Any]:

@@ -51,7 +51,10 @@ def test_every_listed_operator_has_a_kernel() -> None:
 
 
 def test_private_operators_have_the_same_backends_as_the_public_ones() -> None:
-    others = "saved_copy|linear$|kernel_path|only_candidate|pretended_device|dense_on_path|keeps_products|triangle_(attention|rows)"
+    others = (
+        "saved_copy|linear$|kernel_path|only_candidate|pretended_device|dense_on_path|keeps_products|"
+        "triangle_(attention|rows)"
+    )
     private = _operators(rf"myops::_(?!{others})")
     assert private
     stems = ("dense", "gate", "glu", "layer_norm", "softmax", "triangle_multiplicative_update", "transition")
@@ -134,8 +137,10 @@ def test_predictions_are_those_that_are_fitted() -> None:
     random = numpy.random.default_rng(0)
     rule = random.integers(0, 3, 500)
     m, n, k = (numpy.exp(random.uniform(0, numpy.log(most), 500)).astype(int) for most in (1 << 20, 8192, 8192))
-    sizes = model.Sizes(*(a.astype(float) for a in (m, n, k)), rule, numpy.zeros(500, bool))
-    lines = "".join(f"{a} {b} {c} {2 if r == 2 else 1} {int(r > 0)}\n" for a, b, c, r in zip(m, n, k, rule, strict=True))
+    sizes = model.Sizes(m.astype(float), n.astype(float), k.astype(float), rule, numpy.zeros(500, bool))
+    products = numpy.where(rule == 2, 2, 1)
+    given = zip(m, n, k, products, (rule > 0).astype(int), strict=True)
+    lines = "".join(" ".join(map(str, line)) + "\n" for line in given)
     got = subprocess.run([program, "times"], input=lines, capture_output=True, text=True, check=True).stdout
     by_size = numpy.array([line.split() for line in got.splitlines()], float)
     times = (_ROOT / "src/cuda/gemm/measured_times.h").read_text()

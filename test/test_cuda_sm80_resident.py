@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_checks import assert_accurate, assert_same_bits, double, gradients, kernel_names, only_candidate, poison, random
+from cuda_checks import (
+    assert_accurate,
+    assert_same_bits,
+    double,
+    gradients,
+    kernel_names,
+    only_candidate,
+    poison,
+    random,
+)
 from product_samples import gate_reference, glu_reference
 from test_cuda_sm80 import assert_dense, rows_in
 from torch import Tensor
@@ -163,7 +172,7 @@ def test_special_values(dtype: torch.dtype) -> None:
 
 
 def test_same_bits() -> None:
-    """Of all calls, of both numbers of rows at a time, and of sm80/kernel.cuh."""
+    """Of all calls, of both numbers of rows at a time, and of tiles whose warps don't share sums."""
     x, w = random(70001, 136, dtype=torch.bfloat16), random(200, 136, dtype=torch.bfloat16, scale=0.1)
     wg = random(200, 136, dtype=torch.bfloat16, scale=0.1)
 
@@ -171,7 +180,7 @@ def test_same_bits() -> None:
         return [torchops.dense(x, w), torchops.glu(x, w, wg)]
 
     results = []
-    for way, tiling in (("kSm80Resident", 0), ("kSm80Resident", 1), ("kSm80", 2)):
+    for way, tiling in (("kSm80Resident", 0), ("kSm80Resident", 1), ("kSm80", 1)):
         with only_candidate(way, tiling):
             assert_same_bits(calls, times=20)
             results.append(calls())
@@ -181,15 +190,14 @@ def test_same_bits() -> None:
 
 
 def test_when_it_can_run() -> None:
-    """Not with rows that are not aligned to 16 bytes, with long sums, or where the columns of the result leave
-    multiprocessors idle."""
+    """Not with rows that are not aligned to 16 bytes, or where the columns of the result leave multiprocessors idle."""
     x, w = random(70001, 520, dtype=torch.bfloat16), random(128, 520, dtype=torch.bfloat16)
     columns = 128 * (torch.cuda.get_device_properties("cuda").multi_processor_count // 2 + 1)
     wide = random(columns, 8, dtype=torch.bfloat16)
     with only_candidate("kSm80Resident", 1):
         assert is_resident(lambda: torchops.dense(x[:, :512], w[:, :512]))
         assert is_resident(lambda: torchops.dense(x[:, :61], w[:, :61]))
-        for a, b in [(x[:, 4:68], w[:, :64]), (x[:, :64], w[:126, :64]), (x, w), (x[:5000, :8], wide)]:
+        for a, b in [(x[:, 4:68], w[:, :64]), (x[:, :64], w[:126, :64]), (x[:5000, :8], wide)]:
             assert not is_resident(partial(torchops.dense, a, b))
         with torchops.cuda.kernel_path("auto"):
             # Equal rows are none that Hopper's kernels could read.

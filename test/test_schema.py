@@ -50,6 +50,7 @@ myops::_layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? 
 myops::_layer_norm_(Tensor(a!) x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)
 myops::_layer_norm_backward(Tensor grad, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
 myops::_linear(Tensor x, Tensor w, Tensor? b=None) -> Tensor
+myops::_only_candidate(int way, int tiling) -> int[]
 myops::_pretended_device() -> int[]
 myops::_saved_copy(Tensor x) -> Tensor
 myops::_softmax_backward(Tensor grad, Tensor y, int dim) -> Tensor
@@ -117,6 +118,7 @@ myops::_layer_norm                               x    x     .         .         
 myops::_layer_norm_                              x    x     .         x                x              .            .             .                 x
 myops::_layer_norm_backward                      x    x     .         .                .              .            .             .                 x
 myops::_linear                                   .    x     x         .                .              x            x             x                 x
+myops::_only_candidate                           .    .     .         .                .              .            .             .                 .
 myops::_pretended_device                         .    .     .         .                .              .            .             .                 .
 myops::_saved_copy                               .    x     x         .                .              .            .             x                 x
 myops::_softmax_backward                         .    x     x         .                .              .            .             x                 x

@@ -75,8 +75,8 @@ def regret(draws: Draws) -> str:
             if not math.isnan(predicted):
                 rows[draw["rule"]][0].append(predicted)
                 rows[draw["rule"]][1].append(chosen)
-    lines = ["| rule | draws | predicted: mean | above 1.05 | above 1.15 | worst | chosen: mean | above 1.05 | above 1.15 | worst |"]
-    lines.append("|---" * 10 + "|")
+    columns = "mean | above 1.05 | above 1.15 | worst"
+    lines = [f"| rule | draws | predicted: {columns} | chosen: {columns} |", "|---" * 10 + "|"]
     lines += [f"| {rule} | {len(p)} | {_summary(p)} | {_summary(c)} |" for rule, (p, c) in rows.items() if p]
     return "\n".join(lines)
 
@@ -85,11 +85,9 @@ def _ratios(draw: dict[str, Any], predictions: Sequence[Fitted]) -> tuple[float,
     seconds = {name: 1e6 * value for name, value in draw["seconds"].items()}
     chosen = seconds.pop("chosen")
     sizes = model.Sizes.of([draw])
-    times = {
-        f.candidate.name: f.predict(sizes, f.coefficients)[0] for f in predictions if f.candidate.name in seconds
-    }
+    times = {f.candidate.name: f.predict(sizes, f.coefficients)[0] for f in predictions if f.candidate.name in seconds}
     best = min(seconds.values())
-    if not times or chosen < best - _LEAST_MICROSECONDS and chosen < 0.9 * best:
+    if not times or (chosen < best - _LEAST_MICROSECONDS and chosen < 0.9 * best):
         return math.nan, math.nan  # by way of copies
 
     def ratio(time: float) -> float:

@@ -21,7 +21,7 @@ _PASS = np.array([2.0, 3.0, 3.0])
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of layers: m rows, n features out of each product, k in; rules by their numbers; whether cuBLAS has one product."""
+    """Of layers: m rows, n features out of each product, k in; rules by number; whether cuBLAS has one product."""
 
     m: Array
     n: Array
@@ -93,7 +93,8 @@ def _product(s: Sizes, n: Array, x: Array) -> Array:
             whole = np.ceil(s.m / rows) * np.ceil(n / columns) * parts
             waves, most = np.ceil(whole / (MULTIPROCESSORS * ctas)), np.ceil(whole / MULTIPROCESSORS)
             steps = np.ceil(s.k / (64 * parts))
-            time = waves * x[6] + steps * longer(x[7] * np.sqrt(of_steps) * waves, x[8 + i] * most * of_steps * of_results)
+            latency, throughput = x[7] * np.sqrt(of_steps) * waves, x[8 + i] * most * of_steps * of_results
+            time = waves * x[6] + steps * longer(latency, throughput)
             if parts > 1:
                 time = time + x[12] + s.m * n * 4 * parts * x[13] / BYTES_PER_US
             best = np.where((parts == 1) | (s.k >= 128 * parts), np.minimum(best, time), best)

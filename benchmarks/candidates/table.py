@@ -59,8 +59,11 @@ def _text(name: str) -> str:
 def _sm80() -> list[Candidate]:
     names = re.search(r"enum class Sm80Tiling \{ (.*) \};", _text("plan.h"))
     assert names
-    sizes = [(name, *map(int, name[1:].split("x"))) for name in names[1].split(", ")]
-    return [Candidate("kSm80", "Sm80Tiling", name, i, m, n) for i, (name, m, n) in enumerate(sizes)]
+    found = []
+    for number, name in enumerate(names[1].split(", ")):
+        rows, columns = map(int, name[1:].split("x"))
+        found.append(Candidate("kSm80", "Sm80Tiling", name, number, rows, columns))
+    return found
 
 
 # Warps of the resident tilings divide rows that a CTA takes in turns, which for a prediction are one tile.

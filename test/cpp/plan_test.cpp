@@ -65,7 +65,7 @@ void only_what_is_compiled() {
           const bool is_sm90 = candidate.way == Way::kResidentWeights || candidate.way == Way::kStreamedWeights;
           EXPECT(!is_sm90 || k % 8 == 0);
           EXPECT(candidate.way != Way::kSm80 || has_sm80_tiling(candidate.as<Sm80Tiling>(), k % 8 == 0, products == 1,
-                                                                 /*gated=*/true, cotangents));
+                                                                /*gated=*/true, cotangents));
           EXPECT(candidate.way != Way::kSm80Resident || k % 8 == 0);
         }
       }

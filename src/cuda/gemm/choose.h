@@ -68,8 +68,8 @@ bool prefers_split_sm90(const Case& c, bool has_pass);
 /// A split product of longer sums, of which all parts are added in turn, would err more than cuBLAS.
 constexpr int64_t kMostSplitColumns = 8192;
 
-/// Whether cuBLAS and a pass over its result are estimated to be faster than linear/sm80_float32.cuh, by FFMAs or, if it
-/// `splits`, by TF32, for so many products of a Case.
+/// Whether cuBLAS and a pass over its result are estimated to be faster than linear/sm80_float32.cuh, by FFMAs or, if
+/// it `splits`, by TF32, for so many products of a Case.
 bool prefers_cublas_to_float32(const Case& c, int products, bool splits);
 
 }  // namespace torchops::cuda::gemm

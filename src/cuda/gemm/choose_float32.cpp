@@ -68,8 +68,8 @@ bool prefers_split_sm90(const Case& c, bool has_pass) {
   return time_of_split(c, split_tile(c)) < time_of_cublas_float32(c, has_pass);
 }
 
-// By FFMAs, cuBLAS multiplies faster the longer the sums are, and then takes another pass; fewer rows were not measured.
-// Split products run on tensor cores: a step of 64 columns takes as long for a few tiles as its latency.
+// By FFMAs, cuBLAS multiplies faster the longer the sums are, and then takes another pass; fewer rows were not
+// measured. Split products run on tensor cores: a step of 64 columns takes as long for a few tiles as its latency.
 bool prefers_cublas_to_float32(const Case& c, int products, bool splits) {
   if (!splits) return c.k > 128 || c.n < 64 || c.m < 2048;
   if (c.k > kMostSplitColumns) return true;

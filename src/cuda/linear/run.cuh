@@ -13,8 +13,8 @@
 #include "cuda/linear/operand.h"
 #include "cuda/linear/rule_tensors.h"
 #include "cuda/linear/sm80.cuh"
-#include "ops/glu.h"
 #include "ops/kernel_path.h"
+#include "ops/matrices.h"
 
 namespace torchops::cuda::gemm {
 

@@ -50,10 +50,12 @@ inline bool is_exact_float32(at::ScalarType dtype) {
 /// Whether to compute such products, of m rows with k features, to n, by the kernel, if it can read them; if
 /// `automatic`, only where it is faster.
 inline bool wants_float32(at::ScalarType dtype, int64_t m, int64_t n, int64_t k, bool automatic) {
-  return is_exact_float32(dtype) &&
-         plan(case_of(m, n, k, dtype),
-              {.is_gated = true, .products = 2, .is_float32 = true, .splits_float32 = splits_float32(), .automatic = automatic})
-             .has(Way::kSm80Float32);
+  return is_exact_float32(dtype) && plan(case_of(m, n, k, dtype), {.is_gated = true,
+                                                                   .products = 2,
+                                                                   .is_float32 = true,
+                                                                   .splits_float32 = splits_float32(),
+                                                                   .automatic = automatic})
+                                        .has(Way::kSm80Float32);
 }
 
 /// Sets d and d2 of the arguments. Returns false if the kernel cannot write them.
