@@ -33,6 +33,11 @@ target_compile_options(torchops_kernels INTERFACE
   $<$<COMPILE_LANGUAGE:CUDA>:-DNDEBUG;--expt-relaxed-constexpr;-Xcompiler=-Wall,-Wextra>
   $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${TORCHOPS_WERROR}>>:-Werror=all-warnings;-Xcompiler=-Werror>)
 
+# By default, nvcc 13.0 leaves machine code uncompressed. Every driver of CUDA 13 reads this mode; some of CUDA 12 don't.
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
+  target_compile_options(torchops_kernels INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)
+endif()
+
 # Headers that torch's own include (cuBLAS, cuSPARSE, ...) but a bare compiler lacks come with torch's pip packages.
 file(GLOB _cuda_pip_includes "${TORCHOPS_TORCH_DIR}/../nvidia/*/include")
 add_library(torchops_cuda INTERFACE)
