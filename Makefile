@@ -34,7 +34,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help build test test-sanitized coverage coverage-report demo ladder ladder-gpu graph bench lint format clean wheel wheel-here release-check test-cuda-build cuda-checks gpu-build \
+.PHONY: help build test test-sanitized coverage coverage-report demo ladder ladder-gpu graph bench lint format clean wheel wheel-here gemm gemm-here release-check test-cuda-build cuda-checks gpu-build \
   test-gpu bench-gpu committed results results-gpu site ptx
 
 BIN := $(VENV)/bin
@@ -65,6 +65,7 @@ help:
 	@echo "make lint    check style and types;  make format  fix the style"
 	@echo "make build   build and install into $(VENV), in editable mode"
 	@echo "make wheel   build a wheel to hand out in dist/, for torch $(TORCH_VERSION), and test it in a bare environment"
+	@echo "make gemm    build the GEMM kernels alone, which wheels can take: GEMM_LIBRARY=dist/lib/libtorchops_gemm.so"
 	@echo "make release-check     the same, then the wheel of a release from it, tried as a user would install it"
 	@echo "make test-sanitized    run the C++ tests and the property tests with the address and undefined-behaviour sanitizers"
 	@echo "make coverage    run the tests and show which lines of C++ and Python they reach; coverage-report: what a run that was cut short reached"
@@ -137,17 +138,16 @@ $(VENV)/.wheel: $(VENV)/.built
 # To collect all tests only to leave all but these out takes a minute.
 SERIAL_SUITE = $(shell grep -l "mark.serial" test/test_*.py)
 
+SUMMARY = echo; echo "pytest:         $$(tail -n 1 $(1)pytest.log)"; echo "pytest, serial: $$(tail -n 1 $(1)pytest-serial.log)"; \
+  echo "ctest:          $$(grep 'tests passed' $(1)ctest.log || echo 'did not run')"; [ -z "$$failed" ]
+
 # Every suite runs even if one before it fails. pytest's status 5 says that no test was selected.
 test: build $(VENV)/.wheel $(VENV)/.adapters $(VENV)/.group-demo
 	@failed=; export TORCHOPS_WHEEL_DIR="$(abspath $(BUILD))/wheel"; \
 	$(RUN) -m pytest -n 2 --dist loadgroup -m "not serial" $(PYTEST_FLAGS) | tee build/pytest.log || failed=yes; \
 	{ $(RUN) -m pytest -m serial $(PYTEST_FLAGS) $(SERIAL_SUITE) | tee build/pytest-serial.log; } || [ $$? -eq 5 ] || failed=yes; \
 	$(abspath $(BIN))/ctest --test-dir $(BUILD) -j 2 --output-on-failure | tee build/ctest.log || failed=yes; \
-	echo; \
-	echo "pytest:         $$(tail -n 1 build/pytest.log)"; \
-	echo "pytest, serial: $$(tail -n 1 build/pytest-serial.log)"; \
-	echo "ctest:          $$(grep 'tests passed' build/ctest.log || echo 'did not run')"; \
-	[ -z "$$failed" ]
+	$(call SUMMARY,build/)
 
 # A wheel to hand out: built in a manylinux image where containers run, so that old systems can load it, else for systems
 # like this one. auditwheel puts the oldest that it can prove into the name, and torch's libraries stay torch's:
@@ -156,30 +156,40 @@ test: build $(VENV)/.wheel $(VENV)/.adapters $(VENV)/.group-demo
 WHEEL_IMAGE ?= quay.io/pypa/manylinux_2_28_x86_64@sha256:0c87ccb5996dab6c3b7612ee4fda7b80c4ab3c44a86c2541e4a872afdf4f131b
 WHEEL_PYTHON ?= /opt/python/cp312-cp312/bin/python
 WHEEL_BUILD := build/wheel
+# What make gemm has built, to take instead of compiling it again; a path from here.
+GEMM_LIBRARY ?=
 # The images set AUDITWHEEL_PLAT.
 CONTAINER ?= $(if $(AUDITWHEEL_PLAT),,$(shell for c in docker podman; do $$c info >/dev/null 2>&1 && echo $$c && break; done))
 TORCHS_OWN := libtorch*.so libc10*.so libcudart.so.* libgomp*.so.* libomp*.so.* libiomp5*.so
 
-wheel:
+wheel gemm:
 ifeq ($(CONTAINER),)
-	$(MAKE) wheel-here
+	$(MAKE) $@-here
 else
-	$(CONTAINER) run --rm --volume "$(CURDIR)":/src --workdir /src $(WHEEL_IMAGE) make wheel-here \
+	$(CONTAINER) run --rm --volume "$(CURDIR)":/src --workdir /src $(WHEEL_IMAGE) make $@-here \
 	  PYTHON=$(WHEEL_PYTHON) VENV=build/wheel/venv TORCH_VERSION=$(TORCH_VERSION) PIP_FLAGS="$(PIP_FLAGS)" CUDA=$(CUDA) \
-	  KERNELS=$(KERNELS)
+	  KERNELS=$(KERNELS) GEMM_LIBRARY=$(GEMM_LIBRARY)
 endif
+
+# The builds with CUDA 13 in the wheel of a release share one. Later CUDA runtimes run it, so the oldest one builds it.
+gemm gemm-here: override CUDA := ON
+gemm-here: $(TORCH) $(VENV)/.group-release
+	@$(CUDA_TOOLS)
+	@PATH="$(abspath $(BIN)):$$PATH"; \
+	cmake -G Ninja -S . -B $(WHEEL_BUILD)/gemm -DPython_EXECUTABLE=$(RUN) -DTORCHOPS_CUDA=ON -DTORCHOPS_KERNELS=$(KERNELS); \
+	cmake --build $(WHEEL_BUILD)/gemm --target torchops_gemm; \
+	cmake --install $(WHEEL_BUILD)/gemm --component gemm --strip --prefix dist
 
 wheel-here: $(TORCH) $(VENV)/.group-release
 	@$(CUDA_TOOLS)
 	@rm -rf $(WHEEL_BUILD)/{raw,repaired}
 	@$(PIP) wheel . --no-build-isolation --no-deps --wheel-dir $(WHEEL_BUILD)/raw -C build-dir=$(WHEEL_BUILD)/torch-$(TORCH_VERSION) \
-	  -C cmake.define.TORCHOPS_CUDA=$(CUDA) -C cmake.define.TORCHOPS_KERNELS=$(KERNELS)
+	  -C cmake.define.TORCHOPS_CUDA=$(CUDA) -C cmake.define.TORCHOPS_KERNELS=$(KERNELS) \
+	  -C cmake.define.TORCHOPS_GEMM_LIBRARY=$(abspath $(GEMM_LIBRARY))
 	@PATH="$(abspath $(BIN)):$$PATH" $(RUN) -m auditwheel repair $(WHEEL_BUILD)/raw/*.whl --wheel-dir $(WHEEL_BUILD)/repaired \
 	  $(TORCHS_OWN:%=--exclude '%')
 	TORCHOPS_WHEEL_DIR="$(abspath $(WHEEL_BUILD))/repaired" $(RUN) -m pytest --noconftest test/test_packaging.py
-	@mkdir -p dist
-	@cp $(WHEEL_BUILD)/repaired/*.whl dist/
-	@ls dist/*.whl
+	@mkdir -p dist && cp $(WHEEL_BUILD)/repaired/*.whl dist/ && ls dist/*.whl
 
 # What the release workflow does with each torch, with this one: the wheel that users get, of this build alone, as they
 # meet it. Its environment has torch, the wheel and what these require, nothing else.
@@ -290,11 +300,7 @@ test-gpu: gpu-build
 	$(GPU_PYTEST) $(GPU_JOBS) -m "not serial" $(PYTEST_FLAGS) $(CURDIR)/test | tee pytest.log || failed=yes; \
 	{ $(GPU_PYTEST) -m serial $(PYTEST_FLAGS) $(addprefix $(CURDIR)/,$(SERIAL_SUITE)) | tee pytest-serial.log; } || [ $$? -eq 5 ] || failed=yes; \
 	ctest --test-dir cmake --output-on-failure | tee ctest.log || failed=yes; \
-	echo; \
-	echo "pytest:         $$(tail -n 1 pytest.log)"; \
-	echo "pytest, serial: $$(tail -n 1 pytest-serial.log)"; \
-	echo "ctest:          $$(grep 'tests passed' ctest.log || echo 'did not run')"; \
-	[ -z "$$failed" ]
+	$(call SUMMARY)
 
 ladder-gpu: gpu-build
 	cd $(GPU_BUILD); $(GPU_PATH) $(PYTHON) $(CURDIR)/examples/ladder/climb.py --device cuda $(LADDER_FLAGS)

@@ -28,6 +28,7 @@ message(STATUS "CUDA kernels: on, by ${CMAKE_CUDA_COMPILER} for ${CMAKE_CUDA_ARC
 
 add_library(torchops_kernels INTERFACE)
 target_include_directories(torchops_kernels SYSTEM INTERFACE "${TORCHOPS_CUTLASS_DIR}")
+target_link_libraries(torchops_kernels INTERFACE ${_cudart})
 # CUTLASS with device asserts serialises its matrix instructions, so they are off in every build type.
 target_compile_options(torchops_kernels INTERFACE
   $<$<COMPILE_LANGUAGE:CUDA>:-DNDEBUG;--expt-relaxed-constexpr;-Xcompiler=-Wall,-Wextra>
@@ -42,4 +43,4 @@ endif()
 file(GLOB _cuda_pip_includes "${TORCHOPS_TORCH_DIR}/../nvidia/*/include")
 add_library(torchops_cuda INTERFACE)
 target_include_directories(torchops_cuda SYSTEM INTERFACE ${_cuda_pip_includes})
-target_link_libraries(torchops_cuda INTERFACE torchops_kernels torchops::libtorch_cuda ${_cudart})
+target_link_libraries(torchops_cuda INTERFACE torchops_kernels torchops::libtorch_cuda)

@@ -1,6 +1,9 @@
-# The GEMM half of the CUDA kernels. src/cuda/gemm/table.def says what there is, a line each; this turns its lines into
-# translation units for compute capability 9.0 (whose instructions exist there alone, so they are compiled for nothing
-# else) and into instances.def, the list that src/cuda/gemm/registry.cpp reads.
+# The GEMM half of the CUDA kernels, in a library of its own, because it includes nothing of torch: builds for several
+# torches can have one. src/cuda/gemm/table.def says what there is, a line each; this turns its lines into translation
+# units for compute capability 9.0 (whose instructions exist there alone, so they are compiled for nothing else) and into
+# instances.def, the list that src/cuda/gemm/registry.cpp reads.
+set(TORCHOPS_GEMM_LIBRARY "" CACHE FILEPATH
+  "A libtorchops_gemm.so that a build of the same sources has installed, to take instead of compiling another")
 set(TORCHOPS_KERNELS FULL CACHE STRING
   "GEMM kernels: FULL, or REDUCED: each operation in one type, to compile every line of code in a fraction of the time")
 set_property(CACHE TORCHOPS_KERNELS PROPERTY STRINGS FULL REDUCED)
@@ -98,9 +101,40 @@ endfunction()
 
 if(TORCHOPS_SM90A)
   _torchops_gemm_units()
+else()
+  message(STATUS "GEMM kernels for compute capability 9.0: off, because 9.0 is not among the architectures")
+endif()
+get_property(_gemm_instances GLOBAL PROPERTY torchops_gemm_instances)
+list(JOIN _gemm_instances "\n" _gemm_instances)
+file(CONFIGURE OUTPUT ${_gemm_dir}/instances.def CONTENT "${_gemm_instances}\n" @ONLY)
+
+# The two libraries share structs, so this one carries what it was made of.
+file(GLOB_RECURSE _gemm_sources ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda/base/* ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda/gemm/*)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${_gemm_sources})
+set(_gemm_origin "${_gemm_instances}")
+foreach(_source IN LISTS _gemm_sources)
+  file(SHA256 ${_source} _hash)
+  string(APPEND _gemm_origin ${_hash})
+endforeach()
+string(SHA256 _gemm_origin "${_gemm_origin}")
+string(REGEX MATCH "^[0-9]+" _cuda_major "${TORCHOPS_CUDA_VERSION}")
+set(_gemm_origin "torchops_gemm for CUDA ${_cuda_major} of ${_gemm_origin}")
+
+if(TORCHOPS_GEMM_LIBRARY)
+  file(STRINGS "${TORCHOPS_GEMM_LIBRARY}" _gemm_found REGEX "^torchops_gemm for CUDA [0-9]+ of [0-9a-f]+$")
+  if(NOT _gemm_found STREQUAL _gemm_origin)
+    message(FATAL_ERROR
+      " TORCHOPS_GEMM_LIBRARY=${TORCHOPS_GEMM_LIBRARY}: expected one that was built from these sources with the same\n"
+      " TORCHOPS_KERNELS, architectures and major version of CUDA (${_gemm_origin}),\n"
+      " got ${_gemm_found}\n")
+  endif()
+  add_library(torchops_gemm SHARED IMPORTED)
+  set_target_properties(torchops_gemm PROPERTIES IMPORTED_LOCATION "${TORCHOPS_GEMM_LIBRARY}")
+else()
+  add_library(torchops_gemm SHARED src/cuda/gemm/registry.cpp)
+  torchops_shared(torchops_gemm)
   get_property(_gemm_units GLOBAL PROPERTY torchops_gemm_units)
   list(REMOVE_DUPLICATES _gemm_units)
-  add_library(torchops_gemm OBJECT)
   foreach(_unit IN LISTS _gemm_units)
     foreach(_part headers lines)
       get_property(${_part} GLOBAL PROPERTY torchops_gemm_${_part}_of_${_unit})
@@ -115,24 +149,18 @@ if(TORCHOPS_SM90A)
         COMPILE_DEFINITIONS CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
     endif()
   endforeach()
-  target_include_directories(torchops_gemm PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/src)
+  target_include_directories(torchops_gemm PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/src ${_gemm_dir}
+    $<$<COMPILE_LANGUAGE:CXX>:${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES}>)
   target_compile_features(torchops_gemm PRIVATE cxx_std_20 cuda_std_20)
+  set_source_files_properties(src/cuda/gemm/registry.cpp PROPERTIES
+    COMPILE_DEFINITIONS TORCHOPS_GEMM_ORIGIN="${_gemm_origin}")
   # They include nothing of torch, so after an update of torch in place, none of them is compiled again.
   target_link_libraries(torchops_gemm PRIVATE torchops_kernels)
-  set_target_properties(torchops_gemm PROPERTIES
-    CUDA_ARCHITECTURES 90a-real
-    POSITION_INDEPENDENT_CODE ON
-    CXX_VISIBILITY_PRESET hidden
-    CUDA_VISIBILITY_PRESET hidden
-    VISIBILITY_INLINES_HIDDEN ON)
-  target_sources(torchops PRIVATE $<TARGET_OBJECTS:torchops_gemm>)
-else()
-  message(STATUS "GEMM kernels for compute capability 9.0: off, because 9.0 is not among the architectures")
+  set_target_properties(torchops_gemm PROPERTIES CUDA_ARCHITECTURES 90a-real)
 endif()
-
-get_property(_gemm_instances GLOBAL PROPERTY torchops_gemm_instances)
-list(JOIN _gemm_instances "\n" _gemm_instances)
-file(CONFIGURE OUTPUT ${_gemm_dir}/instances.def CONTENT "${_gemm_instances}\n" @ONLY)
-target_sources(torchops PRIVATE src/cuda/gemm/choose.cpp src/cuda/gemm/choose_float32.cpp src/cuda/gemm/plan.cpp src/cuda/gemm/registry.cpp src/cuda/gemm/times.cpp
-  src/cuda/gemm/ways.cpp)
-target_include_directories(torchops PRIVATE ${_gemm_dir} ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+# As a file, since a target would be part of the CMake package, and have one place there, while a merged wheel has another.
+target_link_libraries(torchops PRIVATE $<BUILD_INTERFACE:$<TARGET_FILE:torchops_gemm>>)
+add_dependencies(torchops torchops_gemm)
+target_sources(torchops PRIVATE src/cuda/gemm/choose.cpp src/cuda/gemm/choose_float32.cpp src/cuda/gemm/plan.cpp
+  src/cuda/gemm/times.cpp src/cuda/gemm/ways.cpp)
+target_include_directories(torchops PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})

@@ -3,9 +3,10 @@
     python release/merge_wheels.py dist/torchops-*+*.whl --output dist
 
 Each is of the same sources and has a local version, such as ``0.2.0+torch213.cu130``. What depends on the torch moves
-to ``torchops/builds/torch213.cu130``, where :mod:`torchops._core.builds` looks for it. All else must be the same in all
-of them. The result has no local version, so that a package index takes it. It requires a torch between the oldest and
-the newest of the given ones.
+to ``torchops/builds/torch213.cu130``, where :mod:`torchops._core.builds` looks for it. The GEMM kernels depend on
+nothing but the major version of CUDA: they move to ``torchops/builds/cu13``, where the libraries of its builds look for
+them, and must be the same in all these wheels. All else must be the same in all wheels. The result has no local
+version, so that a package index takes it. It requires a torch between the oldest and the newest of the given ones.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 # What depends on the torch. Headers don't, but a build's CMake package looks for them beside itself.
 OF_BUILD = ("torchops/_core/_build_info.py", "torchops/lib/", "torchops/include/")
+OF_CUDA = "torchops/lib/libtorchops_gemm.so"
 _NAME = re.compile(r"torchops-(?P<version>[0-9.]+)\+(?P<local>torch\d+\.\w+)-py3-none-(?P<platform>\w+)\.whl")
 
 
@@ -33,6 +35,15 @@ class Wheel(NamedTuple):
     platform: str
     minor: tuple[int, int]
     files: dict[str, tuple[bytes, int]]  # with their permissions
+
+    def place(self, name: str) -> str:
+        """Where a file of this one is in the merged one."""
+        cuda = re.search(r"\.cu(\d+)\d$", self.local)
+        if name == OF_CUDA and cuda:
+            return f"torchops/builds/cu{cuda[1]}/{Path(name).name}"
+        if name.startswith(OF_BUILD):
+            return name.replace("torchops/", f"torchops/builds/{self.local}/", 1)
+        return name.replace(f"torchops-{self.version}+{self.local}.dist-info/", f"torchops-{self.version}.dist-info/")
 
     @classmethod
     def read(cls, path: Path) -> Wheel:
@@ -67,11 +78,9 @@ def merge(paths: Sequence[Path], output: Path) -> Path:
     for wheel in wheels:
         info = f"torchops-{version}+{wheel.local}.dist-info/"
         for name, (data, mode) in wheel.files.items():
-            to = name.replace(info, f"torchops-{version}.dist-info/")
-            if name.startswith(OF_BUILD):
-                to = name.replace("torchops/", f"torchops/builds/{wheel.local}/", 1)
-            elif name in (f"{info}RECORD", f"{info}METADATA", f"{info}WHEEL"):
+            if name in (f"{info}RECORD", f"{info}METADATA", f"{info}WHEEL"):
                 continue
+            to = wheel.place(name)
             if merged.setdefault(to, (data, mode))[0] != data:
                 both = f"{owner[to]} and {wheel.local}"
                 raise ValueError(f"expected the same {name} in all wheels, got different ones for {both}")

@@ -16,13 +16,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from torchops._core import _build_info
+from torchops._core import _build_info, library
 
 pytestmark = pytest.mark.skipif(not _build_info.cuda_version, reason="not a CUDA build")
 
 _ROOT = Path(__file__).parents[1]
 _CMAKE = (_ROOT / "CMakeLists.txt").read_text()
 _STEMS = re.findall(r"set\(TORCHOPS_OPS(.*?)\)", _CMAKE, re.DOTALL)[0].split()
+_GEMM = library.prefix / "lib" / "libtorchops_gemm.so"
 CASES = [case for case in OPS if case.name.removeprefix("add_").removesuffix("_") in _STEMS]
 
 
@@ -106,8 +107,37 @@ def _configure(folder: Path) -> set[str]:
 
 
 def _run(*arguments: object) -> None:
-    done = subprocess.run([*_cmake_command(), *map(str, arguments)], capture_output=True, text=True)
+    done = _cmake(*arguments)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def _cmake(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*_cmake_command(), *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_gemm_kernels_need_nothing_of_torch() -> None:
+    """So one library of them serves the builds for several torches."""
+    needed = re.findall(r"NEEDED.*\[(.*)\]", subprocess.check_output(["readelf", "-d", _GEMM], text=True))
+    assert f"libcudart.so.{_build_info.cuda_version.partition('.')[0]}" in needed
+    assert [name for name in needed if re.match("libtorch|libc10|libpython", name)] == []
+
+
+def test_gemm_kernels_of_other_sources_or_options_are_refused(tmp_path: Path) -> None:
+    gemm = _copy_of_the_sources(tmp_path) / "gemm"
+
+    def takes(kernels: str, name: str) -> bool:
+        options = (f"-DTORCHOPS_GEMM_LIBRARY={_GEMM}", f"-DTORCHOPS_KERNELS={kernels}", "-DTORCHOPS_CUDA=ON")
+        place = ("-S", tmp_path, "-B", tmp_path / name, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}")
+        done = _cmake(*place, *options)
+        refused = f"TORCHOPS_GEMM_LIBRARY={_GEMM}: expected one that was built from these sources" in done.stderr
+        assert (done.returncode != 0) == refused, done.stderr[-3000:]
+        return not refused
+
+    (fitting,) = (kernels for kernels in ("FULL", "REDUCED") if takes(kernels, kernels))
+    assert not list((tmp_path / fitting / "gemm").glob("*.cu"))
+    with (gemm / "problem.h").open("a") as header:
+        header.write("// changed\n")
+    assert not takes(fitting, "changed")
 
 
 def test_an_activation_and_a_tiling_are_a_line_each(tmp_path: Path) -> None:

@@ -26,10 +26,11 @@ pytestmark = pytest.mark.xdist_group("packaging")
 
 
 _AS_THEY_ARE: Mapping[str, bytes] = MappingProxyType({})
+GEMM = "torchops/lib/libtorchops_gemm.so"
 
 
 def as_if(made: Path, folder: Path, minor: str, cuda: str = "", changed: Mapping[str, bytes] = _AS_THEY_ARE) -> Path:
-    """A copy of a wheel that says that it is for another torch, with some files changed."""
+    """A copy of a wheel that says that it is for another torch, with some files changed or added."""
     read = Wheel.read(made)
     local = f"torch{minor.replace('.', '')}.{'cu' + cuda.replace('.', '') if cuda else 'cpu'}"
     path = folder / made.name.replace(read.local, local)
@@ -42,7 +43,10 @@ def as_if(made: Path, folder: Path, minor: str, cuda: str = "", changed: Mapping
                 data = data.replace(torch.__version__.encode(), f"{minor}.0".encode())
                 data = data.replace(read.local.encode(), local.encode())
                 data = data.replace(b'cuda_version = ""', f'cuda_version = "{cuda}"'.encode())
-            archive.writestr(name.replace(read.local, local), changed.get(Path(name).name, data))
+            if name not in changed:
+                archive.writestr(name.replace(read.local, local), data)
+        for name, data in changed.items():
+            archive.writestr(name, data)
     return path
 
 
@@ -184,11 +188,40 @@ print(*(w.message for w in caught))
         assert not text.strip()
 
 
+def test_builds_of_one_cuda_share_their_gemm_kernels(wheel: Path, tmp_path: Path) -> None:
+    def of_cuda(minor: str, cuda: str, kernels: bytes) -> Path:
+        return as_if(wheel, tmp_path, minor, cuda, {GEMM: kernels})
+
+    wheels = [of_cuda("2.98", "13.0", b"of 13"), of_cuda("2.99", "13.2", b"of 13"), of_cuda("2.99", "12.8", b"of 12")]
+    with zipfile.ZipFile(merge(wheels, tmp_path / "wheel")) as archive:
+        shared = {name: archive.read(name) for name in archive.namelist() if name.endswith(Path(GEMM).name)}
+    assert shared == {f"torchops/builds/cu{cuda}/libtorchops_gemm.so": f"of {cuda}".encode() for cuda in (12, 13)}
+    other = of_cuda("2.97", "13.0", b"of other sources")
+    with pytest.raises(
+        ValueError, match=rf"same {GEMM} in all .* different ones for torch297.cu130 and torch298.cu130"
+    ):
+        merge([*wheels, other], tmp_path)
+
+
+def test_shared_kernels_that_were_cut_short_are_an_import_error(
+    wheel: Path, clean: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """With the torch that would load them."""
+    start = Wheel.read(wheel).files["torchops/lib/libtorchops.so"][0][:1000]
+    of_cuda, for_cpu = as_if(wheel, tmp_path, TORCH_MINOR, "13.0", {GEMM: start}), as_if(wheel, tmp_path, TORCH_MINOR)
+    path = installed(merge([of_cuda, for_cpu], tmp_path / "wheel"), tmp_path / "site")
+    code = "import torch; torch.version.cuda = {}; import torchops"
+    library = path / "torchops" / "builds" / "cu13" / "libtorchops_gemm.so"
+    assert run_python(clean[0], code.format(None), tmp_path, path).returncode == 0
+    result = run_python(clean[0], code.format("'13.0'"), tmp_path, path)
+    assert f"ImportError: torchops: {library} does not load (file too short: " in result.stderr
+
+
 def test_what_does_not_fit_is_refused(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Other sources, another version, the same torch twice, and a wheel that has no torch in its name."""
-    other = as_if(wheel, tmp_path, "2.99", changed={"py.typed": b"changed"})
+    other = as_if(wheel, tmp_path, "2.99", changed={"torchops/py.typed": b"changed"})
     local = Wheel.read(wheel).local
     first, second = sorted((local, "torch299.cpu"))
     with pytest.raises(ValueError, match=rf"same torchops/py.typed in all .* different ones for {first} and {second}"):

@@ -109,6 +109,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         "torchops/lib/cmake/torchops/torchopsConfig.cmake",
     ]:
         assert name in names
+    assert ("torchops/lib/libtorchops_gemm.so" in names) == (".cu" in wheel.name)
 
 
 def test_wheel_requires_the_torch_that_it_was_built_for(wheel: Path) -> None:

@@ -55,7 +55,7 @@ def test_an_index_can_show_the_readme(repository: str, tmp_path: Path) -> None:
 
 
 def test_a_wheel_from_a_container_is_the_one_asked_for() -> None:
-    asked = ["TORCH_VERSION=2.12.0", "CUDA=ON", "KERNELS=REDUCED"]
+    asked = ["TORCH_VERSION=2.12.0", "CUDA=ON", "KERNELS=REDUCED", "GEMM_LIBRARY=dist/lib/libtorchops_gemm.so"]
 
     def recipe(target: str, *more: str) -> str:
         command = ["make", "--dry-run", target, *asked, *more]
@@ -66,7 +66,9 @@ def test_a_wheel_from_a_container_is_the_one_asked_for() -> None:
     here = recipe("wheel-here")
     assert "torch==2.12.0" in here
     for option in asked[1:]:
-        assert f"-C cmake.define.TORCHOPS_{option}" in here
+        assert f"-C cmake.define.TORCHOPS_{option.replace('=dist', f'={ROOT}/dist')}" in here
+    assert "make gemm-here" in recipe("gemm", "CONTAINER=docker")
+    assert "TORCHOPS_CUDA=ON" in recipe("gemm-here", "CUDA=AUTO")
 
 
 def test_instrumented_builds_are_what_their_tests_import(tmp_path: Path) -> None:
@@ -97,6 +99,8 @@ def test_the_workflow_builds_the_wheels_of_the_documentation() -> None:
     workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
     built, tried = re.findall(r"^ +torch: \[([^]]+)\]$", workflow, re.MULTILINE)
     assert built == tried
+    oldest = min(re.findall(r'"(\S+\+cu\d+)"', built), key=lambda torch: [*map(int, re.findall(r"\d+", torch))])
+    assert re.findall(r"make gemm .* TORCH_VERSION=(\S+)", workflow) == [oldest]
     assert documented == sorted(f"torch{a}{b}.{c}" for a, b, c in re.findall(r'"(\d+)\.(\d+)\.\d+\+(\w+)"', built))
 
 
@@ -104,7 +108,7 @@ def test_the_workflow_builds_in_the_image_of_make_wheel() -> None:
     """By its digest, since another image may take its tag."""
     workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
     used = re.findall(r"^ +container: (\S+)", workflow, re.MULTILINE)
-    assert used == re.findall(r"^WHEEL_IMAGE \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {*used} == {*re.findall(r"^WHEEL_IMAGE \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)}
     assert re.fullmatch(r"quay\.io/pypa/manylinux_2_28_x86_64@sha256:[0-9a-f]{64}", used[0])
 
 

@@ -1,8 +1,8 @@
 """Several builds of the library in one installation, of which the one for the running torch is taken.
 
 The wheel of a release has, in the folder ``builds``, one for each minor version of torch, with CUDA and without, each
-with the layout of a single one: ``_core/_build_info.py``, ``lib`` and ``include``. ``release/merge_wheels.py`` makes
-it.
+with the layout of a single one: ``_core/_build_info.py``, ``lib`` and ``include``. Those with CUDA share the GEMM
+kernels, which include nothing of torch: ``cu13/libtorchops_gemm.so``. ``release/merge_wheels.py`` makes it.
 """
 
 from __future__ import annotations

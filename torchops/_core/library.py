@@ -1,4 +1,7 @@
-"""Loads libtorchops.so into PyTorch's dispatcher, after checking that it was built for the running version of torch."""
+"""Loads libtorchops.so into PyTorch's dispatcher, after checking that it was built for the running version of torch.
+
+With CUDA kernels, the dynamic linker loads libtorchops_gemm.so with it.
+"""
 
 import struct
 from pathlib import Path
@@ -74,12 +77,16 @@ def load() -> None:
         )
     if not library.is_file():
         raise ImportError(f"torchops: expected {library}, built for {built}, got no such file. To fix this, {fix}")
+    # Where the dynamic linker looks for it, too.
+    of_cuda = builds.FOLDER / f"cu{_build_info.cuda_version.partition('.')[0]}"
+    needed = (folder / "libtorchops_gemm.so" for folder in (library.parent, of_cuda))
     try:
-        _check_whole(library)
+        for file in (*filter(Path.is_file, needed), library):
+            _check_whole(file)
         torch.ops.load_library(str(library))
     except OSError as error:
         reason = error.__cause__ or error
         raise ImportError(
-            f"torchops: {library} does not load ({reason}). It was built for {built}, and the process runs "
+            f"torchops: {file} does not load ({reason}). It was built for {built}, and the process runs "
             f"{installed()}. To fix this, {fix}"
         ) from error

@@ -56,4 +56,8 @@ bool has_sm90_kernels() {
   template const Kernel<name::Problem>* find<name>(Element element, name::Tiling tiling);
 #include "cuda/gemm/table.def"
 
+/// For CMake, which looks for it in a library that it is given.
+extern TORCHOPS_GEMM_API const char origin[];
+const char origin[] = TORCHOPS_GEMM_ORIGIN;
+
 }  // namespace torchops::cuda::gemm

@@ -2,6 +2,9 @@
 
 #include "cuda/gemm/problem.h"
 
+/// What the library of the GEMM kernels shows, which is built with hidden visibility.
+#define TORCHOPS_GEMM_API __attribute__((visibility("default")))
+
 // table.def as enums and numbers. No torch, no CUTLASS.
 namespace torchops::cuda::gemm {
 
@@ -66,7 +69,7 @@ inline constexpr int kSpec = 0;
 
 /// The operations, by name: the types of their problems and of their tilings.
 #define TORCHOPS_OPERATION(name, problem, tiling, ...) \
-  struct name {                                        \
+  struct TORCHOPS_GEMM_API name {                      \
     using Problem = gemm::problem;                     \
     using Tiling = gemm::tiling;                       \
   };
@@ -75,10 +78,10 @@ inline constexpr int kSpec = 0;
 /// The kernel of an operation for an element type and a tiling, or null if this build has none: for combinations that
 /// table.def does not name, and for all of them in builds without code for compute capability 9.0.
 template <class Operation>
-const Kernel<typename Operation::Problem>* find(Element element, typename Operation::Tiling tiling);
+TORCHOPS_GEMM_API const Kernel<typename Operation::Problem>* find(Element element, typename Operation::Tiling tiling);
 
 /// Whether this build has GEMM kernels for compute capability 9.0.
-bool has_sm90_kernels();
+TORCHOPS_GEMM_API bool has_sm90_kernels();
 
 /// The two functions of a kernel. CMake writes translation units from unit.cu.in; each defines them for a few kernels.
 template <class Operation, Element element, typename Operation::Tiling tiling>
