@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -42,7 +43,7 @@ def as_if(made: Path, folder: Path, minor: str, cuda: str = "", changed: Mapping
             if name.endswith("_build_info.py"):
                 data = data.replace(torch.__version__.encode(), f"{minor}.0".encode())
                 data = data.replace(read.local.encode(), local.encode())
-                data = data.replace(b'cuda_version = ""', f'cuda_version = "{cuda}"'.encode())
+                data = re.sub(rb'cuda_version = "[0-9.]*"', f'cuda_version = "{cuda}"'.encode(), data)
             if name not in changed:
                 archive.writestr(name.replace(read.local, local), data)
         for name, data in changed.items():
