@@ -8,7 +8,7 @@
 #include "cuda/linear/products.h"
 #include "cuda/linear/run.cuh"
 #include "cuda/linear/whole_vectors.h"
-#include "cuda/passes/glu.cuh"
+#include "cuda/passes/glu.h"
 #include "ops/common.h"
 #include "ops/glu.h"
 

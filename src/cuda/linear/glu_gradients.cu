@@ -8,7 +8,8 @@
 #include "cuda/linear/operand.h"
 #include "cuda/linear/products.h"
 #include "cuda/linear/run.cuh"
-#include "cuda/passes/glu.cuh"
+#include "cuda/passes/glu.h"
+#include "cuda/passes/pass.cuh"
 #include "ops/common.h"
 #include "ops/glu.h"
 

@@ -1,27 +1,10 @@
-#pragma once
-
 #include <ATen/Dispatch.h>
 
+#include "cuda/passes/glu.h"
 #include "cuda/passes/pass.cuh"
-#include "ops/common.h"
-#include "ops/glu.h"
 
-// The passes of gated linear units after, and in backward between, their products.
 namespace torchops::cuda {
-
-/// Both products of glu, or both cotangents, as matrices.
-struct GluPair {
-  at::Tensor z, u;
-
-  static GluPair halves(const at::Tensor& both) {
-    const int64_t n = both.size(1) / 2;
-    return {both.narrow(1, 0, n), both.narrow(1, n, n)};
-  }
-  static GluPair rows(const at::Tensor& z, const at::Tensor& u) { return {detail::as_rows(z), detail::as_rows(u)}; }
-  GluPair narrow(int64_t begin, int64_t end) const {
-    return {z.narrow(0, begin, end - begin), u.narrow(0, begin, end - begin)};
-  }
-};
+namespace {
 
 /// y = z * F(u). y may be z.
 template <class F, class T, int N>
@@ -78,8 +61,9 @@ void dispatch_glu(const at::Tensor& w, detail::GluActivation activation, const C
   });
 }
 
-/// y = glu of the products of some rows. y may be z.
-inline void glu_rows(const at::Tensor& y, const at::Tensor& z, const at::Tensor& u, detail::GluActivation activation) {
+}  // namespace
+
+void glu_rows(const at::Tensor& y, const at::Tensor& z, const at::Tensor& u, detail::GluActivation activation) {
   const int64_t rows = z.size(0), columns = z.size(1);
   dispatch_glu(z, activation, [&](auto act, auto type) {
     using F = decltype(act);
@@ -94,9 +78,8 @@ inline void glu_rows(const at::Tensor& y, const at::Tensor& z, const at::Tensor&
   });
 }
 
-/// Makes the cotangents, and adds them to the sums.
-inline void glu_backward_rows(PassSums& sums, const GluPair& cotangents, const at::Tensor& g, const GluPair& products,
-                              detail::GluActivation activation) {
+void glu_backward_rows(PassSums& sums, const GluPair& cotangents, const at::Tensor& g, const GluPair& products,
+                       detail::GluActivation activation) {
   const int64_t rows = g.size(0), columns = g.size(1);
   dispatch_glu(g, activation, [&](auto act, auto type) {
     using F = decltype(act);
