@@ -171,7 +171,8 @@ def check_make(arguments: list[str]) -> None:
         if (variable := argument.partition("=")[0]) != argument:
             assert re.search(rf"^{variable}\s*\??[:?]?=", text, re.MULTILINE), f"make has no variable {variable}"
         else:
-            assert re.search(rf"^{re.escape(argument)}:(?!=)", text, re.MULTILINE), f"make has no target {argument}"
+            rule = rf"^([\w-]+ )*{re.escape(argument)}( [\w-]+)*:(?!=)"
+            assert re.search(rule, text, re.MULTILINE), f"make has no target {argument}"
 
 
 def literals(files: list[Path]) -> set[str]:
