@@ -153,7 +153,8 @@ else()
     $<$<COMPILE_LANGUAGE:CXX>:${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES}>)
   target_compile_features(torchops_gemm PRIVATE cxx_std_20 cuda_std_20)
   set_source_files_properties(src/cuda/gemm/registry.cpp PROPERTIES
-    COMPILE_DEFINITIONS TORCHOPS_GEMM_ORIGIN="${_gemm_origin}")
+    COMPILE_DEFINITIONS TORCHOPS_GEMM_ORIGIN="${_gemm_origin}"
+    COMPILE_OPTIONS "-Wall;-Wextra;$<$<BOOL:${TORCHOPS_WERROR}>:-Werror>")
   # They include nothing of torch, so after an update of torch in place, none of them is compiled again.
   target_link_libraries(torchops_gemm PRIVATE torchops_kernels)
   set_target_properties(torchops_gemm PROPERTIES CUDA_ARCHITECTURES 90a-real)
