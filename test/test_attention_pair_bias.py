@@ -362,3 +362,70 @@ def test_dtypes_beside_16_bits() -> None:
         attention_pair_bias(s, z, None, w._replace(gate=w.gate.float()))
     with pytest.raises(RuntimeError, match="expected z of dtype bfloat16 or float32 to match q, got float64"):
         torchops.attention_pair_bias(s, z.double(), None, w)
+
+
+# --- layers that are called instead ----------------------------------------------------------------------------------
+
+
+def small(initial_norm: bool = False) -> AttentionPairBias:
+    torch.manual_seed(0)
+    layer = AttentionPairBias(8, 4, heads=2, initial_norm=initial_norm)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    return layer
+
+
+def by_layers(layer: AttentionPairBias, *args: Any, **kwargs: Any) -> Tensor:
+    handle = layer.proj_q.register_forward_hook(lambda *call: None)
+    try:
+        out: Tensor = layer(*args, **kwargs)
+    finally:
+        handle.remove()
+    return out
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["operator", "layers"])
+def test_both_refuse_the_same(called: bool) -> None:
+    layer = small()
+    call = by_layers if called else AttentionPairBias.__call__
+    z, mask = torch.randn(2, 3, 5, 5, 4), torch.ones(3, 2, 5)
+    for s in (torch.randn(3, 2, 5, 8), torch.randn(6, 5, 8), torch.randn(2, 3, 5, 7)):
+        with pytest.raises(RuntimeError, match="attention_pair_bias: expected"):
+            call(layer, s, z)
+    with pytest.raises(RuntimeError, match="attention_pair_bias: expected mask of shape"):
+        call(layer, torch.randn(2, 3, 5, 8), z, mask)
+    with pytest.raises(TypeError, match="expected z of type Tensor, got NoneType"):
+        call(layer, torch.randn(3, 2, 5, 8), None)
+
+
+def test_layers_with_other_settings() -> None:
+    """Biases and an eps that the operator has no parameter for are not left out."""
+    s, z = torch.randn(2, 5, 8), torch.randn(2, 5, 5, 4)
+    for name, other in (("proj_g", torch.nn.Linear(8, 8)), ("norm_s", torch.nn.LayerNorm(8, eps=1.0))):
+        layer = small(initial_norm=True)
+        before = layer(s, z)
+        setattr(layer, name, other)
+        torch.testing.assert_close(layer(s, z), by_layers(layer, s, z))
+        assert not torch.allclose(layer(s, z), before)
+    layer = AttentionPairBias(8, 4, heads=2)
+    for name, wrong in (("proj_z", torch.nn.Linear(4, 2)), ("norm_s", torch.nn.GroupNorm(2, 8))):
+        with pytest.raises(TypeError, match=f"expected {name} of type"):
+            setattr(layer, name, wrong)
+
+
+def test_a_residual_is_contiguous() -> None:
+    layer = small()
+    s, z = torch.randn(2, 8, 5).mT, torch.randn(2, 5, 5, 4)
+    assert layer(s, z, residual=True).is_contiguous()
+    assert by_layers(layer, s, z, residual=True).is_contiguous()
+
+
+def test_wrong_weights() -> None:
+    s, z, w = torch.randn(2, 5, 8), torch.randn(2, 5, 5, 4), small().weights()
+    for wrong in (None, tuple(w)):
+        with pytest.raises(TypeError, match="expected weights of type PairBiasWeights"):
+            attention_pair_bias(s, z, None, wrong)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="expected q of layout strided"):
+        attention_pair_bias(s, z, None, w._replace(q=w.q.detach().to_sparse()))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="expected s of dtype float32"):
+        attention_pair_bias(s.double(), z, None, w)

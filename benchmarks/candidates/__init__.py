@@ -32,7 +32,7 @@ _16_BITS = (torch.bfloat16, torch.float16)
 
 
 def draws(seed: int, device_type: str) -> Iterator[Draw]:
-    """Layers of 16 bits, without end: predictions are for these, and for TF32 by the bytes of its numbers."""
+    """Layers of 16 bits, without end. TF32 is predicted by the bytes of its numbers, and not measured."""
     for number in count():
         for name in _RULES:
             drawn = draw(SURVEYED[name], FORWARD, seed, number, device_type)
@@ -88,6 +88,8 @@ def run(options: argparse.Namespace) -> int:
             options.write.write_text(header.text(fit.fitted(draws_measured)))
         return 0
     device = shared.device_of(options)
+    if device.type != "cuda":
+        return shared.refused("candidates", f"expected --device cuda, got {device.type}")
     options.output.mkdir(parents=True, exist_ok=True)
     progress, end = Progress(0), time.monotonic() + options.seconds
     torch.manual_seed(options.seed)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchops.nn.layers import FusedModule, Linear, as_parameters, normalized
-from torchops.ops.pair_bias import PairBiasWeights, attend, attention_pair_bias, with_rows
+from torchops.ops.pair_bias import PairBiasWeights, attend, attention_pair_bias, check, with_rows
 
 __all__ = ["AttentionPairBias"]
 
@@ -91,6 +91,8 @@ class AttentionPairBias(FusedModule):
         torch.Size([6, 4, 8])
     """
 
+    _parts = {"norm_s": nn.LayerNorm, "proj_z": _Bias}  # noqa: RUF012
+
     def __init__(
         self,
         c: int,
@@ -148,8 +150,21 @@ class AttentionPairBias(FusedModule):
     ) -> Tensor:
         """Returns the attention's result; with ``residual``, ``s`` plus that, in the dtype of ``s``."""
         if self.calls_layers():
+            check(s, z, mask, self.weights(), keys)
             return self.add_by_layers(s, z, mask, keys, inplace=False, residual=residual)
         return attention_pair_bias(s, z, mask, self.weights(), keys, residual=residual)
+
+    def calls_layers(self) -> bool:
+        """Also with what the operator has no parameter for: biases of other layers, and norms with an `eps` of their
+        own."""
+        norm, linear = (None, None) if self.proj_z is None else self.proj_z.children()
+        for of in (self.norm_s, norm):
+            if of is not None and of.eps != self.eps:
+                return True
+        for layer in (self.proj_k, self.proj_v, self.proj_g, self.proj_o, linear):
+            if layer is not None and layer.bias is not None:
+                return True
+        return super().calls_layers()
 
     def by_layers(self, x: Tensor, *mask: Tensor | None) -> Tensor:
         z, of_keys, keys = mask

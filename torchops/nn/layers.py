@@ -162,6 +162,7 @@ class FusedModule(nn.Module):
     """
 
     _within: ClassVar[tuple[str, ...]] = ()  # the module that the user knows, and the path from it to this one
+    _parts: ClassVar[dict[str, type[nn.Module]]] = {}  # modules whose parameters it reads, and that may be None
 
     def reset_parameters(self) -> None:
         """Initialises all parameters as the layers inside do."""
@@ -190,7 +191,7 @@ class FusedModule(nn.Module):
             # Inductor can drop a plain clone of what is overwritten.
             return x.add_(self.by_layers(torch.ops.myops._saved_copy(x) if torch.is_grad_enabled() else x, *mask))
         update = self.by_layers(x, *mask)
-        return (x + update).to(x.dtype) if residual else update
+        return (x + update).to(x.dtype).contiguous() if residual else update
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._check(name, value)
@@ -202,6 +203,12 @@ class FusedModule(nn.Module):
 
     def _check(self, name: str, value: Any) -> None:
         former = vars(self).get("_modules", {}).get(name)
+        kind_of_part = self._parts.get(name)
+        if kind_of_part is not None and isinstance(value, nn.Module) and not isinstance(value, kind_of_part):
+            raise TypeError(
+                f"{_qualified(type(self))}: expected {name} of type {_qualified(kind_of_part)}, because an operator "
+                f"reads its parameters and never calls it, got {_qualified(type(value))}"
+            )
         if isinstance(former, _READ) and isinstance(value, nn.Module) and type(value).forward not in _PLAIN:
             kind, *path = self._within or (_qualified(type(self)),)
             plain = next(k.__name__ for k in _READ if isinstance(former, k))

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from torchops._core.checks import DTYPES, check_device, check_dtype, check_layout, check_shape, expect, name_of
 from torchops.ops.attention import triangle_attention
 
-__all__ = ["PairBiasWeights", "attend", "attention_pair_bias", "with_rows"]
+__all__ = ["PairBiasWeights", "attend", "attention_pair_bias", "check", "with_rows"]
 
 _OP = "attention_pair_bias"
 _OPS: Any = torch.ops.myops
@@ -81,7 +81,8 @@ def attention_pair_bias(
 
     Memory: the norm of ``s``, if there is one, ``q``, ``k``, ``v``, ``o``, the gated ``o`` and the result; the norm of
     ``z`` and the bias; what :func:`triangle_attention` needs; and on other devices than the CPU, a copy of the weights
-    of ``q``, ``k`` and ``v``. The scores of all samples never exist, and training does not keep them either.
+    of ``q``, ``k`` and ``v``. The scores of all samples never exist, and training does not keep them either; but
+    transforms of :mod:`torch.func`, forward mode and double backward compute them.
 
     Raises:
         TypeError: an argument has a wrong type, such as a number instead of a tensor.
@@ -94,7 +95,7 @@ def attention_pair_bias(
         >>> torchops.attention_pair_bias(samples, pairs, None, weights).shape
         torch.Size([3, 5, 8])
     """
-    _check(s, z, mask, weights, keys)
+    check(s, z, mask, weights, keys)
     w = weights
     x = _input(with_rows(s, z), w)
     k_in = None if keys is None else _input(with_rows(keys, z), w)
@@ -102,7 +103,7 @@ def attention_pair_bias(
     o = attend(q, k, v, _bias(z, w), mask, w.heads)
     del q, k, v
     update = _OPS._linear(_OPS.gate(o, x, w.gate, None), w.out, None).view(s.shape)
-    return (s + update).to(s.dtype) if residual else update
+    return (s + update).to(s.dtype).contiguous() if residual else update
 
 
 def with_rows(s: Tensor, z: Tensor) -> Tensor:
@@ -177,10 +178,18 @@ _Shapes = dict[str, tuple[Any, tuple[Any, ...], str]]
 """By name: a tensor or None, the shape that it must have, and what asks for that."""
 
 
-def _check(s: Tensor, z: Tensor, mask: Tensor | None, w: PairBiasWeights, keys: Tensor | None) -> None:
+def check(s: Tensor, z: Tensor, mask: Tensor | None, w: PairBiasWeights, keys: Tensor | None) -> None:
+    """Raises what :func:`attention_pair_bias` does for these arguments."""
+    if not isinstance(w, PairBiasWeights):
+        raise TypeError(f"{_OP}: expected weights of type PairBiasWeights, got {type(w).__name__}")
+    if not isinstance(w.heads, (int, SymInt)):
+        raise TypeError(f"{_OP}: expected heads of type int, got {type(w.heads).__name__}")
     for name, t in (("s", s), ("z", z), ("q", w.q), ("mask", mask), ("keys", keys)):
-        if not isinstance(t, Tensor) and not (t is None and name in ("mask", "keys")):
+        if t is None and name in ("mask", "keys"):
+            continue
+        if not isinstance(t, Tensor):
             raise TypeError(f"{_OP}: expected {name} of type Tensor, got {type(t).__name__}")
+        check_layout(_OP, name, t)
     expected = "float32, float64, float16 or bfloat16"
     expect(w.q.dtype in DTYPES, lambda: f"{_OP}: expected q of dtype {expected}, got {name_of(w.q.dtype)}")
     expect(
@@ -196,7 +205,6 @@ def _check(s: Tensor, z: Tensor, mask: Tensor | None, w: PairBiasWeights, keys: 
     )
     _check_tensors(_of_inputs(s, z, w, keys) | _of_weights(w, z.shape[-1]), w.q)
     if mask is not None:
-        check_layout(_OP, "mask", mask)
         expect(
             mask.dtype == torch.bool or mask.is_floating_point(),
             lambda: f"{_OP}: expected mask of dtype bool or floating-point, got {name_of(mask.dtype)}",
@@ -239,7 +247,19 @@ def _check_tensors(tensors: _Shapes, q: Tensor) -> None:
         if not isinstance(t, Tensor):
             raise TypeError(f"{_OP}: expected {name} of type Tensor, got {type(t).__name__}")
         check_layout(_OP, name, t)
-        if not autocast:
+        if autocast:
+            _check_autocast(name, t, q)
+        else:
             check_dtype(_OP, name, t, q.dtype, "q", or_float32=name in ("s", "keys", "z") or "norm" in name)
         check_device(_OP, name, t, q.device, "q")
         check_shape(_OP, name, t, shape, of)
+
+
+def _check_autocast(name: str, t: Tensor, q: Tensor) -> None:
+    """Autocast casts to a lower precision, but not float64."""
+    wide = q.dtype == torch.float64
+    expected = "float64" if wide else "float32, float16 or bfloat16"
+    expect(
+        t.is_floating_point() and (t.dtype == torch.float64) == wide,
+        lambda: f"{_OP}: expected {name} of dtype {expected} to match q, got {name_of(t.dtype)}",
+    )

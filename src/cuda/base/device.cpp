@@ -23,7 +23,8 @@ std::vector<cudaDeviceProp> with_limits(const detail::DeviceLimits& limits) {
   return devices;
 }
 
-// Of what clock and width of the bus say, an H200 passes this in a copy of large tensors.
+// The part of the peak, from clock and width of the bus, that an H200 reaches in a copy of large tensors. A driver may
+// report neither: then the predictions are those of an H200.
 constexpr double kOfPeak = 0.81;
 
 double read_bytes_per_us(int device) {

@@ -13,7 +13,7 @@
 namespace torchops::cuda::gemm {
 
 /// What the choice depends on: the problem, its element type, and the device: the number of its multiprocessors, and
-/// the bytes of its memory that pass in a microsecond, less than at most.
+/// the bytes that large kernels read or write in a microsecond.
 struct Case {
   int64_t m, n, k, batch;
   Element element;

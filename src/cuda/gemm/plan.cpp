@@ -19,8 +19,9 @@ bool exists(const TileTime& tile, const Case& c, const Conditions& conditions) {
   switch (tile.candidate.way) {
     case Way::kResidentWeights:
       return conditions.has_sm90 && has_16_bits && !conditions.writes_products && !conditions.makes_cotangents;
-    case Way::kStreamedWeights:
-      return conditions.has_sm90;
+    case Way::kStreamedWeights:  // in one tiling for cotangents
+      return conditions.has_sm90 &&
+             (!conditions.makes_cotangents || tile.candidate.as<Tiling>() == Tiling::k128x64SharedA);
     case Way::kSm80:
       return has_16_bits && !conditions.writes_products &&
              has_sm80_tiling(tile.candidate.as<Sm80Tiling>(), aligned, single, conditions.is_gated,
@@ -67,7 +68,7 @@ Plan plan_by_times(const Case& c, const Conditions& conditions) {
     double time;
     Candidate candidate;
   };
-  std::array<Timed, 32> found;
+  std::array<Timed, Plan::kMost> found;
   size_t count = 0;
   const double most = conditions.automatic ? time_of_cublas(c, conditions) : std::numeric_limits<double>::infinity();
   const auto add = [&](double time, Candidate candidate) {

@@ -81,6 +81,7 @@ struct Candidate {
 /// run, cuBLAS multiplies, and a pass does the rest.
 class Plan {
  public:
+  static constexpr size_t kMost = 32;
   void add(Candidate candidate) {
     if (count_ < candidates_.size()) candidates_[count_++] = candidate;
   }
@@ -91,11 +92,12 @@ class Plan {
   const Candidate* end() const { return candidates_.data() + count_; }
 
  private:
-  std::array<Candidate, 32> candidates_{};
+  std::array<Candidate, kMost> candidates_{};
   size_t count_ = 0;
 };
 
-/// By the predictions of times.h, but products of float32 by those of choose_float32.cpp. A thread remembers the plans
+/// By the predictions of times.h, but products of float32 by those of choose_float32.cpp, and operands in two dtypes in
+/// an order of their own, whatever cuBLAS would take. A thread remembers the plans
 /// that it made lately; the reference is valid until it makes the next one.
 const Plan& plan(const Case& c, const Conditions& conditions);
 

@@ -21,6 +21,8 @@ constexpr Candidate of(Way way, Tiling tiling) {
 namespace torchops::cuda::gemm {
 namespace {
 
+static_assert(std::size(kTileTimes) < Plan::kMost, "a plan has room for all candidates");
+
 // Of two things that overlap in part.
 double longer(double a, double b) {
   const double a2 = a * a, b2 = b * b;

@@ -13,9 +13,9 @@
 //
 // where a step is 128 bytes of rows (64 in sm80/), and the maximum of two times is a smooth one, because they overlap
 // in part. Rows of other alignments multiply steps, epilogue and memory. cuBLAS takes the best of some tiles and
-// numbers of parts of a sum, for which the same holds, and the pass after it what memory takes. times.def has the
-// coefficients; `python -m benchmarks candidates` measures and fits them. They are for one chip, and scaled by what
-// others report.
+// numbers of parts of a sum, for which the same holds, and the pass after it what memory takes. measured_times.h
+// has the numbers; `python -m benchmarks candidates` measures in 16 bits and fits them. They are those of one chip.
+// Others have their own multiprocessors and bandwidth in the formula, but not their own speed of matrix instructions.
 namespace torchops::cuda::gemm {
 
 /// By how much a time grows for rows of which 16, 8, 4 or 2 bytes may be read or written at once.

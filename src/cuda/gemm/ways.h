@@ -2,8 +2,8 @@
 
 #include "cuda/gemm/choose.h"
 
-// Chooses among ways to compute what has more steps than the rules that choose.h plans. Host code without torch. Limits
-// come from measurements on an H100.
+// Chooses among ways to compute what has more steps than the rules that plan.h orders candidates for. Host code without
+// torch. Limits come from measurements on an H100.
 namespace torchops::cuda::gemm {
 
 /// Layers of 16-bit rows that may be copied to rows of whole pieces of 16 bytes first (linear/whole_vectors.h).

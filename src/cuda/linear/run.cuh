@@ -113,6 +113,7 @@ inline std::pair<int, int> bytes_at_once(const RuleTensors& t) {
 template <class Rule>
 bool run(const RuleTensors& t) {
   const detail::KernelPath path = detail::kernel_path();
+  measured().taken.reset();
   if (path == detail::KernelPath::kCublas || t.a.size(1) == 0) return false;
   using Operations = OperationsOf<Rule>;
   constexpr bool has_operations = !std::is_void_v<typename Operations::Streamed>;
