@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchops.nn.layers import FusedModule, Linear, as_parameters, normalized
-from torchops.ops.pair_bias import PairBiasWeights, attend, attention_pair_bias, check, with_rows
+from torchops.ops.pair_bias import PairBiasWeights, attend, attention_pair_bias, check_inputs, with_rows
 
 __all__ = ["AttentionPairBias"]
 
@@ -150,7 +150,7 @@ class AttentionPairBias(FusedModule):
     ) -> Tensor:
         """Returns the attention's result; with ``residual``, ``s`` plus that, in the dtype of ``s``."""
         if self.calls_layers():
-            check(s, z, mask, self.weights(), keys)
+            check_inputs(s, z, mask, keys, self.c, self.heads if self.c_z is None else self.c_z, "proj_q")
             return self.add_by_layers(s, z, mask, keys, inplace=False, residual=residual)
         return attention_pair_bias(s, z, mask, self.weights(), keys, residual=residual)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import SymInt, Tensor
 from torchops._core.checks import DTYPES, check_device, check_dtype, check_layout, check_shape, expect, name_of
 from torchops.ops.attention import triangle_attention
 
-__all__ = ["PairBiasWeights", "attend", "attention_pair_bias", "check", "with_rows"]
+__all__ = ["PairBiasWeights", "attend", "attention_pair_bias", "check_inputs", "with_rows"]
 
 _OP = "attention_pair_bias"
 _OPS: Any = torch.ops.myops
@@ -184,18 +184,37 @@ def check(s: Tensor, z: Tensor, mask: Tensor | None, w: PairBiasWeights, keys: T
         raise TypeError(f"{_OP}: expected weights of type PairBiasWeights, got {type(w).__name__}")
     if not isinstance(w.heads, (int, SymInt)):
         raise TypeError(f"{_OP}: expected heads of type int, got {type(w.heads).__name__}")
-    for name, t in (("s", s), ("z", z), ("q", w.q), ("mask", mask), ("keys", keys)):
-        if t is None and name in ("mask", "keys"):
-            continue
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{_OP}: expected {name} of type Tensor, got {type(t).__name__}")
-        check_layout(_OP, name, t)
+    if not isinstance(w.q, Tensor):
+        raise TypeError(f"{_OP}: expected q of type Tensor, got {type(w.q).__name__}")
+    check_layout(_OP, "q", w.q)
     expected = "float32, float64, float16 or bfloat16"
     expect(w.q.dtype in DTYPES, lambda: f"{_OP}: expected q of dtype {expected}, got {name_of(w.q.dtype)}")
     expect(
         w.q.dim() == 2 and w.heads >= 1 and w.q.shape[0] > 0 and w.q.shape[0] % w.heads == 0,
         lambda: f"{_OP}: expected q of shape (heads * d, c) with heads = {w.heads}, got {tuple(w.q.shape)}",
     )
+    check_inputs(s, z, mask, keys, w.q.shape[1], w.heads if w.bias_weight is None else None)
+    _check_tensors({"s": s, "keys": keys, "z": z}, w.q)
+    of_weights = _of_weights(w, z.shape[-1])
+    _check_tensors({name: t for name, (t, _, _) in of_weights.items()}, w.q)
+    for name, (t, shape, of) in of_weights.items():
+        if t is not None:
+            check_shape(_OP, name, t, shape, of)
+    if mask is not None:
+        check_device(_OP, "mask", mask, w.q.device, "q")
+
+
+def check_inputs(
+    s: Tensor, z: Tensor, mask: Tensor | None, keys: Tensor | None, c: Any, c_z: Any, parameters: str = "q"
+) -> None:
+    """Checks kinds and shapes, for `c` features of `s`, and `c_z` of `z` unless any will do. They match what is named
+    `parameters`."""
+    for name, t in (("s", s), ("z", z), ("mask", mask), ("keys", keys)):
+        if t is None and name in ("mask", "keys"):
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{_OP}: expected {name} of type Tensor, got {type(t).__name__}")
+        check_layout(_OP, name, t)
     expect(
         z.dim() >= 3 and s.dim() in (z.dim() - 1, z.dim()),
         lambda: (
@@ -203,26 +222,20 @@ def check(s: Tensor, z: Tensor, mask: Tensor | None, w: PairBiasWeights, keys: T
             f"got {tuple(s.shape)} and {tuple(z.shape)}"
         ),
     )
-    _check_tensors(_of_inputs(s, z, w, keys) | _of_weights(w, z.shape[-1]), w.q)
+    of_keys: Any = s.shape if keys is None else keys.shape
+    count = of_keys[-2] if len(of_keys) > 1 else "K"
+    check_shape(_OP, "s", s, (*s.shape[:-1], c), parameters)
+    if keys is not None:
+        check_shape(_OP, "keys", keys, (*s.shape[:-2], count, s.shape[-1]), "s")
+    of_z = (*s.shape[: z.dim() - 3], s.shape[-2], count, z.shape[-1] if c_z is None else c_z)
+    check_shape(_OP, "z", z, of_z, "s" if keys is None else "s and keys")
     if mask is not None:
         expect(
             mask.dtype == torch.bool or mask.is_floating_point(),
             lambda: f"{_OP}: expected mask of dtype bool or floating-point, got {name_of(mask.dtype)}",
         )
-        check_device(_OP, "mask", mask, w.q.device, "q")
         leading = s.shape[:-2] if mask.dim() == s.dim() - 1 else z.shape[:-3]
         check_shape(_OP, "mask", mask, (*leading, z.shape[-2]), "z")
-
-
-def _of_inputs(s: Tensor, z: Tensor, w: PairBiasWeights, keys: Tensor | None) -> _Shapes:
-    of_keys: Any = s.shape if keys is None else keys.shape
-    count = of_keys[-2] if len(of_keys) > 1 else "K"
-    c_z = w.heads if w.bias_weight is None else z.shape[-1]
-    return {
-        "s": (s, (*s.shape[:-1], w.q.shape[1]), "q"),
-        "keys": (keys, (*s.shape[:-2], count, s.shape[-1]), "s"),
-        "z": (z, (*s.shape[: z.dim() - 3], s.shape[-2], count, c_z), "s" if keys is None else "s and keys"),
-    }
 
 
 def _of_weights(w: PairBiasWeights, c_z: Any) -> _Shapes:
@@ -239,9 +252,9 @@ def _of_weights(w: PairBiasWeights, c_z: Any) -> _Shapes:
     return {name: (getattr(w, name), shape, "z" if name in of_z else "q") for name, shape in shapes.items()}
 
 
-def _check_tensors(tensors: _Shapes, q: Tensor) -> None:
+def _check_tensors(tensors: Mapping[str, Any], q: Tensor) -> None:
     autocast = _under_autocast(q.device.type)
-    for name, (t, shape, of) in tensors.items():
+    for name, t in tensors.items():
         if t is None:
             continue
         if not isinstance(t, Tensor):
@@ -252,7 +265,6 @@ def _check_tensors(tensors: _Shapes, q: Tensor) -> None:
         else:
             check_dtype(_OP, name, t, q.dtype, "q", or_float32=name in ("s", "keys", "z") or "norm" in name)
         check_device(_OP, name, t, q.device, "q")
-        check_shape(_OP, name, t, shape, of)
 
 
 def _check_autocast(name: str, t: Tensor, q: Tensor) -> None:
