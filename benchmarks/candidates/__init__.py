@@ -23,9 +23,8 @@ from .. import timing
 from ..case import FORWARD
 from ..progress import Progress
 from ..survey.draws import SURVEYED, Draw, draw
-from .table import CANDIDATES, CUBLAS, Candidate
+from .table import CANDIDATES, CUBLAS, RULES, Candidate
 
-_RULES = ("dense", "gate", "glu")
 _EFFORT = timing.Effort(0.0015, 1.5e-4, 4, 5)
 _MOST_SETS = 20
 _16_BITS = (torch.bfloat16, torch.float16)
@@ -34,7 +33,7 @@ _16_BITS = (torch.bfloat16, torch.float16)
 def draws(seed: int, device_type: str) -> Iterator[Draw]:
     """Layers of 16 bits, without end. TF32 is predicted by the bytes of its numbers, and not measured."""
     for number in count():
-        for name in _RULES:
+        for name in RULES:
             drawn = draw(SURVEYED[name], FORWARD, seed, number, device_type)
             if drawn.dtype in _16_BITS:
                 yield drawn

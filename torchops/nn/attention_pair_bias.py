@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,7 @@ class AttentionPairBias(FusedModule):
         torch.Size([6, 4, 8])
     """
 
-    _parts = {"norm_s": nn.LayerNorm, "proj_z": _Bias}  # noqa: RUF012
+    _parts: ClassVar[dict[str, type[nn.Module]]] = {"norm_s": nn.LayerNorm, "proj_z": _Bias}
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -194,12 +194,18 @@ def check(s: Tensor, z: Tensor, mask: Tensor | None, w: PairBiasWeights, keys: T
         lambda: f"{_OP}: expected q of shape (heads * d, c) with heads = {w.heads}, got {tuple(w.q.shape)}",
     )
     check_inputs(s, z, mask, keys, w.q.shape[1], w.heads if w.bias_weight is None else None)
-    _check_tensors({"s": s, "keys": keys, "z": z}, w.q)
-    of_weights = _of_weights(w, z.shape[-1])
-    _check_tensors({name: t for name, (t, _, _) in of_weights.items()}, w.q)
-    for name, (t, shape, of) in of_weights.items():
+    autocast = _under_autocast(w.q.device.type)
+    for name, t in (("s", s), ("keys", keys), ("z", z)):
         if t is not None:
-            check_shape(_OP, name, t, shape, of)
+            _check_like(name, t, w.q, autocast, or_float32=True)
+    for name, (t, shape, of) in _of_weights(w, z.shape[-1]).items():
+        if t is None:
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{_OP}: expected {name} of type Tensor, got {type(t).__name__}")
+        check_layout(_OP, name, t)
+        _check_like(name, t, w.q, autocast, or_float32="norm" in name)
+        check_shape(_OP, name, t, shape, of)
     if mask is not None:
         check_device(_OP, "mask", mask, w.q.device, "q")
 
@@ -252,19 +258,12 @@ def _of_weights(w: PairBiasWeights, c_z: Any) -> _Shapes:
     return {name: (getattr(w, name), shape, "z" if name in of_z else "q") for name, shape in shapes.items()}
 
 
-def _check_tensors(tensors: Mapping[str, Any], q: Tensor) -> None:
-    autocast = _under_autocast(q.device.type)
-    for name, t in tensors.items():
-        if t is None:
-            continue
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{_OP}: expected {name} of type Tensor, got {type(t).__name__}")
-        check_layout(_OP, name, t)
-        if autocast:
-            _check_autocast(name, t, q)
-        else:
-            check_dtype(_OP, name, t, q.dtype, "q", or_float32=name in ("s", "keys", "z") or "norm" in name)
-        check_device(_OP, name, t, q.device, "q")
+def _check_like(name: str, t: Tensor, q: Tensor, autocast: bool, *, or_float32: bool) -> None:
+    if autocast:
+        _check_autocast(name, t, q)
+    else:
+        check_dtype(_OP, name, t, q.dtype, "q", or_float32=or_float32)
+    check_device(_OP, name, t, q.device, "q")
 
 
 def _check_autocast(name: str, t: Tensor, q: Tensor) -> None:
