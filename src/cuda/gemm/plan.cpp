@@ -75,7 +75,7 @@ Plan plan_by_times(const Case& c, const Conditions& conditions) {
     if (time < most && count < found.size()) found[count++] = {time, candidate};
   };
   if (!conditions.is_gated && c.m <= 16 && c.element != Element::kTF32) add(time_of_few_rows(c), {Way::kFewRows});
-  const size_t rule = conditions.products == 2 ? 2 : conditions.is_gated ? 1 : 0;
+  const size_t rule = rule_of(conditions);
   for (const TileTime& tile : tile_times()) {
     if (tile.epilogue[rule] > 0 && exists(tile, c, conditions)) add(time_of(tile, c, conditions), tile.candidate);
   }

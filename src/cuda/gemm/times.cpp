@@ -38,9 +38,7 @@ size_t alignment(int bytes) { return static_cast<size_t>(4 - std::bit_width(stat
 struct Sizes {
   Sizes(const Case& c, const Conditions& conditions)
       : is_32_bit(c.element == Element::kTF32 || c.element == Element::kFloat32),
-        rule(conditions.products == 2 ? 2
-             : conditions.is_gated    ? 1
-                                      : 0),
+        rule(rule_of(conditions)),
         m(static_cast<double>(c.m)),
         n(static_cast<double>(c.n)),
         k(static_cast<double>(c.k) * (is_32_bit ? 2 : 1)),

@@ -22,6 +22,7 @@ namespace torchops::cuda::gemm {
 using ByAlignment = std::array<double, 4>;
 /// Of a product, of one with a factor, and of two products.
 using ByRule = std::array<double, 3>;
+inline size_t rule_of(const Conditions& c) { return c.products == 2 ? 2 : c.is_gated ? 1 : 0; }
 
 /// Of a candidate with tiles, of which `ctas` fit a multiprocessor. An epilogue of 0: there is no such kernel. A second
 /// product multiplies the time of steps by `second`.
