@@ -1,7 +1,5 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/cuda/EmptyTensor.h>
-#include <ATen/ops/add_cuda_dispatch.h>
-#include <ATen/ops/mm_cuda_dispatch.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
@@ -170,16 +168,6 @@ bool portable_cotangents(const Tensor& dz, const Tensor& dv, const Tensor& db, c
   return true;
 }
 
-// The product again, of which a fused kernel may have made y without rounding it. cuBLAS rounds that of a single row
-// before it adds the bias, which would show in y * (1 - s) where the bias cancels most of it.
-void recompute_product(const Tensor& z, const Tensor& x, const Tensor& w, const OptionalTensor& b) {
-  if (z.size(0) > 1 || !b || w.element_size() > 2) return linear_out(z, x, w, b);
-  Tensor sum = at::detail::empty_cuda(z.sizes(), w.options().dtype(at::kFloat));
-  at::cuda::mm_out(sum, x, w.t(), at::kFloat);
-  at::cuda::add_out(sum, sum, *b);
-  Tensor(z).copy_(sum);
-}
-
 // The gradients by way of dz, the only scratch of the result's size: if cuBLAS computes the product, which may be
 // `kept`, that is written there too. All tensors are matrices. The gradients of weights and biases may be float32.
 void by_cotangents(const detail::GateGradients& gradients, const Tensor& g, const Tensor& v, const Tensor& x,
@@ -193,7 +181,7 @@ void by_cotangents(const detail::GateGradients& gradients, const Tensor& g, cons
     PassSums sums(output_mask[3], w, 1, rows, step, dz.size(1));
     for_each_panel_of(rows, step, [&](int64_t begin, int64_t end) {
       const auto panel = [&](const Tensor& t) { return t.narrow(0, begin, end - begin); };
-      if (!kept) recompute_product(panel(dz), panel(x).to(w.scalar_type()), w, b);
+      if (!kept) linear_out(panel(dz), panel(x).to(w.scalar_type()), w, b);
       gate_backward_rows(sums, output_mask[0] ? panel(dv) : dv, panel(dz), panel(kept ? *kept : dz), panel(g), panel(v),
                          output_mask[0], v_is_y);
     });

@@ -3,6 +3,7 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/add_cuda_dispatch.h>
 #include <ATen/ops/addmm_cuda_dispatch.h>
 #include <ATen/ops/as_strided_cuda_dispatch.h>
 #include <ATen/ops/cat_cuda_dispatch.h>
@@ -53,7 +54,19 @@ void linear_out(at::Tensor out, const at::Tensor& x, const at::Tensor& w, const 
   // w.t(), without two trips through the dispatcher.
   const at::Tensor w_t =
       at::cuda::as_strided(w, {w.size(1), w.size(0)}, {w.stride(1), w.stride(0)}, w.storage_offset());
-  b ? at::cuda::addmm_out(out, *b, x, w_t) : product_out(out, x, w_t);
+  if (!b) {
+    product_out(out, x, w_t);
+    return;
+  }
+  if (x.size(0) > 1 || w.element_size() > 2) {
+    at::cuda::addmm_out(out, *b, x, w_t);
+    return;
+  }
+  // cuBLAS rounds the product of a single row before it adds the bias. Where that cancels most of it, what a fused
+  // kernel has computed from the exact sum, and what follows from this one, would not fit together.
+  at::Tensor sum = at::detail::empty_cuda(out.sizes(), w.options().dtype(at::kFloat));
+  at::cuda::mm_out(sum, x, w_t, at::kFloat);
+  at::cuda::add_out(out, sum, *b);
 }
 
 at::Tensor stacked(const at::Tensor& a, const at::Tensor& b) {
