@@ -181,7 +181,7 @@ SLACK_OF_GATES = {torch.float32: 2.0, torch.float64: 256.0, torch.float16: 1.5, 
 # Of float32 a GPU loses more in two products of which one follows the other, as attention has them.
 SLACK_OF_TRANSITIONS = SLACK_OF_GATES | {torch.float32: 6.0}
 # Updates of pair tensors round four times between x and their result, each time another number of 16 bits.
-SLACK_OF_TRIANGLES = SLACK_OF_TRANSITIONS | {torch.float16: 4.0, torch.bfloat16: 4.0}
+SLACK_OF_TRIANGLES = SLACK_OF_TRANSITIONS | {torch.float16: 4.0, torch.bfloat16: 4.0, torch.float32: 12.0}
 
 OPS = (
     OpCase("dense", torchops.dense, dense_reference, DENSE_SAMPLES, DENSE_ERRORS),

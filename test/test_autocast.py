@@ -129,7 +129,10 @@ def test_in_place_keeps_the_dtype(
         assert got_grad.dtype == leaf.dtype
         # A float32 leaf beside 16-bit weights may get its gradient unrounded.
         dtype = expected_grad.dtype if case.casts_weights else leaf.dtype
-        assert_all_close([got_grad.to(dtype)], [expected_grad.to(dtype)])
+        # From other kernels, an element that almost cancels is as exact as the largest ones.
+        eps = torch.finfo(dtype).eps
+        tolerances = {"rtol": 2 * eps, "atol": eps * expected_grad.abs().max().item()} if device == "cuda" else {}
+        assert_all_close([got_grad.to(dtype)], [expected_grad.to(dtype)], **tolerances)
 
 
 @pytest.mark.ops(samples=["matrix"], mutating=False, dtypes=[torch.float32, torch.float64])
