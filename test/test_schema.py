@@ -58,6 +58,7 @@ myops::_transition(Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate
 myops::_transition_backward(Tensor grad, Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_weight, Tensor? gate_bias, Tensor up_weight, Tensor? up_bias, Tensor down_weight, float eps, bool[9] output_mask, bool add_residual=False, Tensor? up=None, Tensor? gate=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 myops::_triangle_attention(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, float scale) -> (Tensor, Tensor)
 myops::_triangle_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, Tensor out, Tensor logsumexp, float scale, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)
+myops::_triangle_attention_core(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, float scale, bool scaled, Tensor(a!) out, Tensor(b!) logsumexp) -> bool
 myops::_triangle_attention_update(Tensor x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending, bool add_residual=False) -> Tensor
 myops::_triangle_attention_update_(Tensor(a!) x, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending) -> ()
 myops::_triangle_attention_update_backward(Tensor grad, Tensor x, Tensor product, Tensor logsumexp, Tensor? mask, Tensor?[] parameters, int heads, float eps, bool ending, bool[11] output_mask, bool low_memory=False, bool add_residual=False) -> Tensor[]
@@ -126,6 +127,7 @@ myops::_transition                               x    x     .         .         
 myops::_transition_backward                      x    x     x         .                .              .            .             x                 x
 myops::_triangle_attention                       x    x     x         .                .              .            .             .                 .
 myops::_triangle_attention_backward              x    x     x         .                .              .            .             x                 .
+myops::_triangle_attention_core                  x    x     .         .                .              .            .             .                 .
 myops::_triangle_attention_update                x    x     x         .                .              x            x             x                 .
 myops::_triangle_attention_update_               x    x     x         x                x              x            x             x                 .
 myops::_triangle_attention_update_backward       x    x     x         .                .              .            .             x                 .

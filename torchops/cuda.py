@@ -15,7 +15,8 @@ _PATHS = ("auto", "fused", "portable", "cublas")
 
 class kernel_path:  # noqa: N801 (used as a function is, like torch.set_grad_enabled)
     """Sets the path that :func:`torchops.dense`, ``gate``, ``gate_``, ``glu``, ``square_matmul``, ``square_matmul_``,
-    transitions and triangle updates take on CUDA, either from the call on or within a ``with`` statement.
+    transitions, triangle updates and triangle attention take on CUDA, either from the call on or within a ``with``
+    statement.
 
     - ``"fused"``: a kernel with bias and sigmoid in its epilogue, wherever one can run. For ``dense``, ``gate``,
       ``gate_`` and ``glu``, that is any rows of float16 or bfloat16 with contiguous features, and those of float32
@@ -23,7 +24,8 @@ class kernel_path:  # noqa: N801 (used as a function is, like torch.set_grad_ena
       features and channels, multiples of 8, in rows aligned to 16 bytes, in 16 bits or TF32. For more, for transitions
       (in 16 bits, up to 128 features and 512 hidden ones), and for ``dense`` in TF32, it takes compute capability 9.0
       and such rows. On compute capability 8.0 and 9.0, products of float32 without TF32 are split products where
-      tensors allow, and not by cuBLAS.
+      tensors allow, and not by cuBLAS. For triangle attention, it is heads of up to 64 features, a multiple of 8, in 16
+      bits on compute capability 9.0; Triton's kernels compute any others.
     - ``"cublas"``: a product by cuBLAS, and a pass for bias and sigmoid. (16-bit ``square_matmul_`` keeps its kernel.)
     - ``"auto"``: the faster of these.
     - ``"portable"``: the same, without kernels for a single architecture: what other GPUs get, on a Hopper GPU. It

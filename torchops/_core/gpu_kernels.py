@@ -78,6 +78,8 @@ class Gpu(NamedTuple):
     def _attention(self) -> str:
         if not self.has_triton or self.capability < (8, 0):
             return "PyTorch's operators, in panels of rows"
+        if self.has_own_gemm:
+            return "one kernel forward in 16 bits or Triton's, up to 128 features a head; else PyTorch's, in panels"
         return "Triton kernels up to 128 features a head, not in float64; else PyTorch's, in panels of rows"
 
     def _scaled(self) -> str:

@@ -152,6 +152,27 @@ struct TransitionGradientProblem {
   bool has_weights() const { return dweights[0] != nullptr; }
 };
 
+/// Queries, keys or values of heads: rows of d contiguous features, row_stride apart. Heads, rows and elements of the
+/// batch are strides[0], [1] and [2] apart. Pointers and strides are multiples of 16 bytes.
+struct HeadOperand {
+  const void* data = nullptr;
+  int64_t row_stride = 0, strides[3] = {};
+};
+
+/// The core of attention: out = softmax(scale * q @ k.T + bias + mask) @ v for each head of each row of a batch. The
+/// bias (heads x queries x width for each element of the batch) is shared by all rows. Its rows are
+/// padded: width is a multiple of 64, and the bias is -inf from the last key on. `mask` (batch x rows x width, or null)
+/// is float32. `unit` is the factor from scores, as scale, bias and mask give them, to logarithms to base 2. out may
+/// have any strides that fit TMA. logsumexp (batch x rows x heads x queries) is float32 and contiguous, and to base e.
+struct AttentionProblem {
+  int batch = 0, rows = 0, heads = 0, queries = 0, keys = 0, width = 0, d = 0;
+  HeadOperand q, k, v, out, bias;
+  const float* mask = nullptr;
+  float* logsumexp = nullptr;
+  float scale = 1, unit = 1;
+  void* workspace = nullptr;
+};
+
 /// How a call ended. A CUDA error is always a failure, and base/refusal.h says whether another kernel should do this.
 struct Status {
   enum Kind { kDone, kNotForMe, kFailed } kind = kDone;

@@ -28,6 +28,11 @@ enum class GradientTiling {
 #include "cuda/gemm/table.def"
 };
 
+enum class AttentionTiling {
+#define TORCHOPS_ATTENTION_TILING(name, ...) name,
+#include "cuda/gemm/table.def"
+};
+
 /// With kPingPong, each of a CTA's two consumer warpgroups has its own tile, and the epilogue of one overlaps the
 /// matrix instructions of the other; with kCooperative they share one tile.
 enum class Schedule { kPingPong, kCooperative };
@@ -54,6 +59,12 @@ struct GradientSpec {
   int most_n, most_k, consumers;
 };
 
+/// A CTA computes `rows` rows of the same queries, 64 for each of its `warpgroups`, `keys` keys at a time, with heads
+/// of up to d features.
+struct AttentionSpec {
+  int rows, keys, d, warpgroups, stages;
+};
+
 template <auto tiling>
 inline constexpr int kSpec = 0;
 #define TORCHOPS_TILING(name, families, elements, m, n, cluster_m, cluster_n, schedule, ...) \
@@ -65,6 +76,9 @@ inline constexpr int kSpec = 0;
 #define TORCHOPS_GRADIENT_TILING(name, families, elements, ...) \
   template <>                                                   \
   inline constexpr GradientSpec kSpec<GradientTiling::name>{__VA_ARGS__};
+#define TORCHOPS_ATTENTION_TILING(name, families, elements, ...) \
+  template <>                                                    \
+  inline constexpr AttentionSpec kSpec<AttentionTiling::name>{__VA_ARGS__};
 #include "cuda/gemm/table.def"
 
 /// The operations, by name: the types of their problems and of their tilings.

@@ -193,7 +193,10 @@ def forward(inputs: Inputs) -> Saved:
     out, lse = torch.empty_like(q), q.new_empty(inputs.sizes, dtype=torch.float32)
     bias = padded_bias(inputs.bias)
     with on(q.device):
-        attend(Prepared(q, k, v, bias, _mask_bias_of(inputs.mask, bias), inputs.scale), Saved(out, lse))
+        prepared, saved = Prepared(q, k, v, bias, _mask_bias_of(inputs.mask, bias), inputs.scale), Saved(out, lse)
+        # By the kernel in CUDA (src/cuda/attention), if there is one that is faster for these.
+        if not (q.is_cuda and torch.ops.myops._triangle_attention_core(*prepared, *saved)):
+            attend(prepared, saved)
     return Saved(cast(Tensor, _laid_out_like(out, inputs.q)), lse)
 
 

@@ -89,6 +89,9 @@ struct Roles {
  private:
   // What the launch gives to each thread.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  // A warpgroup that asks for more waits until others have given them back.
+  static_assert(128 * ((Groups::kCount * Groups::kRegisters) + ...) <= kLaunchRegisters * kThreads,
+                "the roles need more registers than the launch gives to the CTA");
 
   template <int first, class Group, class... Rest, class Parameters, class Shared>
   CUTLASS_DEVICE static void run_from(const Parameters& p, Shared& shared, int warp) {

@@ -1,0 +1,27 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "ops/common.h"
+
+// A private operator: the forward pass of triangle attention by a kernel of the library, which the backend in Triton
+// asks first. (The update by triangle attention does not: it plans its launches of Triton kernels.) It returns false,
+// with nothing done, if there is no kernel for these arguments: only compute capability 9.0 has any, for 16 bits, heads
+// of up to 64 features, and what TMA can read and write. Nor does it compute what Triton's kernel is faster for, unless
+// kernel_path() is `fused`.
+namespace torchops::detail {
+
+/// The arguments of the operator, checked.
+struct AttentionCore {
+  const at::Tensor &q, &k, &v;            // (batch, rows, heads, queries or keys, d)
+  const at::Tensor& bias;                 // (batch, heads, queries, width), with -inf from the last key on
+  const std::optional<at::Tensor>& mask;  // (batch, rows, width) in float32
+  double scale;
+  bool scaled;                        // q is multiplied by scale * log2(e), the bias by log2(e)
+  const at::Tensor &out, &logsumexp;  // like q; (batch, rows, heads, queries) in float32, contiguous
+};
+
+/// The argument checks, for every backend.
+void check_attention_core(const AttentionCore& a);
+
+}  // namespace torchops::detail
