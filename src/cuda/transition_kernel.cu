@@ -1,7 +1,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/add_cuda_dispatch.h>
-#include <ATen/ops/addmm_cuda_dispatch.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
@@ -15,6 +14,7 @@
 #include "cuda/linear/products.h"
 #include "cuda/passes/glu.h"
 #include "cuda/passes/pass.cuh"
+#include "cuda/transition/layers.h"
 #include "cuda/triangle/centered.h"
 #include "ops/common.h"
 #include "ops/glu.h"
@@ -31,68 +31,10 @@ namespace torchops::cuda {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 using detail::Transition;
 using detail::TransitionGradients;
 using detail::TransitionOutputMask;
 using detail::TransitionProducts;
-
-// Shared by all panels of a call.
-class Layers {
- public:
-  explicit Layers(const Transition& t)
-      : t_(t),
-        norm_weight_(detail::norm_parameter(t.norm_weight, t.x.scalar_type())),
-        norm_bias_(detail::norm_parameter(t.norm_bias, t.x.scalar_type())) {}
-
-  const OptionalTensor& norm_weight() const { return norm_weight_; }
-
-  /// The hidden features for normalised rows.
-  Tensor hidden(const Tensor& z) const {
-    return glu(z, t_.up_weight, t_.gate_weight, t_.up_bias, t_.gate_bias, "silu");
-  }
-  /// Normalised rows of x, in the dtype of the products.
-  Tensor z(const Tensor& rows) const {
-    return layer_norm(rows, rows.sizes().slice(1), norm_weight_, norm_bias_, t_.eps).to(t_.dtype());
-  }
-  /// The hidden features for rows of x.
-  Tensor hidden_of(const Tensor& rows) const { return hidden(z(rows)); }
-  /// (hidden features, up, gate) for rows of x.
-  std::tuple<Tensor, Tensor, Tensor> hidden_with_products(const Tensor& rows) const {
-    return detail::glu_with_products(z(rows), t_.up_weight, t_.gate_weight, t_.up_bias, t_.gate_bias, "silu");
-  }
-  /// (z before it is rounded to the dtype of the products, mean, rstd) for rows of x.
-  std::tuple<Tensor, Tensor, Tensor> normalized(const Tensor& rows) const {
-    const c10::SymInt features = rows.size(1);
-    return detail::layer_norm_with_moments(rows, features, norm_weight_, norm_bias_, t_.eps);
-  }
-  /// out = h @ down.T + down_bias.
-  void down(Tensor out, const Tensor& h) const { linear_out(out, h, t_.down_weight, t_.down_bias); }
-  /// sum = rows + h @ down.T + down_bias; sum may be `rows`.
-  void add_down(Tensor sum, const Tensor& rows, const Tensor& h) const {
-    if (!t_.down_bias && rows.scalar_type() == t_.dtype()) {
-      const Tensor w_t = t_.down_weight.t();
-      if (sum.is_alias_of(rows)) return add_product(sum, h, w_t);
-      at::cuda::addmm_out(sum, rows, h, w_t);
-      return;
-    }
-    const Tensor update = at::detail::empty_cuda(rows.sizes(), t_.gate_weight.options());
-    down(update, h);
-    at::cuda::add_out(sum, rows, update);
-  }
-
-  /// For sizing scratch: bytes per row of `tensors` tensors of hidden features and as many like x.
-  int64_t row_bytes(int64_t tensors) const {
-    const int64_t c = t_.x.size(-1), hidden = t_.gate_weight.size(0);
-    const int64_t bytes =
-        hidden * static_cast<int64_t>(t_.gate_weight.element_size()) + c * static_cast<int64_t>(t_.x.element_size());
-    return std::max(tensors * bytes, int64_t{1});
-  }
-
- private:
-  const Transition& t_;
-  OptionalTensor norm_weight_, norm_bias_;
-};
 
 // A call of the kernels for compute capability 9.0, with x as a matrix: the arguments that forward and backward share.
 // The kernels may not apply to it.
@@ -191,7 +133,7 @@ bool add_float32(const Tensor& sum, const Tensor& x_rows, const Transition& t) {
 // sum = x + transition(x) for matrices; `sum` may be x.
 void add_to(const Tensor& sum, const Tensor& x_rows, const Transition& t) {
   if (fused(sum, x_rows, t, /*residual=*/x_rows) || add_float32(sum, x_rows, t)) return;
-  const Layers layers(t);
+  const TransitionLayers layers(t);
   for_each_panel(x_rows.size(0), layers.row_bytes(3), [&](int64_t begin, int64_t end) {
     const Tensor rows = x_rows.narrow(0, begin, end - begin);
     layers.add_down(sum.narrow(0, begin, end - begin), rows, layers.hidden_of(rows));
@@ -207,7 +149,7 @@ Tensor transition_cuda(const Transition& t) {
   const Tensor x_rows = detail::as_rows(t.x), y_rows = detail::as_rows(y);
   if (fused(y_rows, x_rows, t, /*residual=*/{})) return y;
   if (transition_of_float32(x_rows, y_rows, t)) return y;
-  const Layers layers(t);
+  const TransitionLayers layers(t);
   for_each_panel(x_rows.size(0), layers.row_bytes(3), [&](int64_t begin, int64_t end) {
     layers.down(y_rows.narrow(0, begin, end - begin), layers.hidden_of(x_rows.narrow(0, begin, end - begin)));
   });
@@ -246,7 +188,7 @@ std::tuple<Tensor, Tensor, Tensor> transition_with_products_cuda(const Transitio
   const at::TensorOptions options = t.gate_weight.options();
   const Tensor y = at::detail::empty_cuda(t.x.sizes(), add_residual ? t.x.options() : options);
   const Tensor x_rows = detail::as_rows(t.x), y_rows = detail::as_rows(y);
-  const Layers layers(t);
+  const TransitionLayers layers(t);
   const auto [h, up, gate] = layers.hidden_with_products(x_rows);
   if (y.numel() > 0) add_residual ? layers.add_down(y_rows, x_rows, h) : layers.down(y_rows, h);
   const auto hidden = detail::with_last(t.x.sizes(), t.gate_weight.size(0));
@@ -318,7 +260,7 @@ TransitionGradients gradients_of(const Tensor& grad, const Transition& t, const 
     return gradients;
   }
   const detail::TransitionNeeds needs(output_mask);
-  const Layers layers(t);
+  const TransitionLayers layers(t);
   const Tensor grad_rows = detail::as_rows(grad), x_rows = detail::as_rows(t.x);
   const Tensor dx_rows = output_mask[0] ? detail::as_rows(dx) : dx;
   if (fused_backward(grad_rows, x_rows, dx_rows, t, gradients, output_mask, add_residual)) return gradients;
@@ -365,7 +307,7 @@ TransitionGradients gradients_of_kept(const Tensor& grad, const Transition& t, c
     return gradients;
   }
   const detail::TransitionNeeds needs(output_mask);
-  const Layers layers(t);
+  const TransitionLayers layers(t);
   const Tensor g = unit_columns(detail::as_rows(grad)), rows = detail::as_rows(t.x);
   const Tensor up = unit_columns(detail::as_rows(*products.up)), gate = unit_columns(detail::as_rows(*products.gate));
   if (output_mask[8]) sum_columns(ddown_bias, g);
