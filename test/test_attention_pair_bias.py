@@ -217,6 +217,9 @@ def test_module() -> None:
     assert torch.equal(module(s, z, mask, keys), other(s, z, mask, keys))
     with pytest.raises(ValueError, match="expected heads that divide c = 12, got 5"):
         AttentionPairBias(C, None, 5)
+    for c, c_z, heads, head_dim in ((12, 10, 0, 4), (12, 10, 3, 0), (0, 10, 3, None), (12, 0, 3, None)):
+        with pytest.raises(ValueError, match="AttentionPairBias: expected"):
+            AttentionPairBias(c, c_z, heads, head_dim)
 
 
 def test_on_meta() -> None:
@@ -427,5 +430,10 @@ def test_wrong_weights() -> None:
             attention_pair_bias(s, z, None, wrong)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="expected q of layout strided"):
         attention_pair_bias(s, z, None, w._replace(q=w.q.detach().to_sparse()))
+    with pytest.raises(RuntimeError, match="expected no norm_weight without normalize, got one"):
+        attention_pair_bias(s, z, None, w._replace(norm_weight=torch.ones(8)))
+    no_bias_weight = w._replace(bias_weight=None, z_norm_weight=None, z_norm_bias=torch.ones(2))
+    with pytest.raises(RuntimeError, match="expected no z_norm_bias without bias_weight, got one"):
+        attention_pair_bias(s, z[..., :2], None, no_bias_weight)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="expected s of dtype float32"):
         attention_pair_bias(s.double(), z, None, w)

@@ -265,3 +265,24 @@ def test_replaced_modules_say_so(part: str, added: str) -> None:
         ADDED[added](layer)
         with torch.no_grad(), pytest.raises(RuntimeError, match=rf"expected {path}, .* without hooks .*, got "):
             _run(changed, *streams, masks=masks)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if "glu" not in name])  # GLU has neither
+def test_layers_with_other_settings(name: str) -> None:
+    """A bias that the operator has no parameter for, and a norm with an eps of its own, are not left out."""
+    for path, layer in MODULES[name]().named_modules():
+        if isinstance(layer, nn.LayerNorm):
+            other: nn.Module = nn.LayerNorm(layer.normalized_shape, eps=0.5)
+        elif isinstance(layer, nn.Linear) and layer.bias is None:
+            other = nn.Linear(layer.in_features, layer.out_features)
+        else:
+            continue
+        module = MODULES[name]()
+        parent, _, last = path.rpartition(".")
+        setattr(module.get_submodule(parent), last, other)
+        module = module.double().eval()
+        for parameter in module.parameters():
+            nn.init.normal_(parameter)
+        called = copy.deepcopy(module)
+        called.get_submodule(path).register_forward_hook(lambda *_: None)  # so the layers are called
+        same(module, lambda called=called: called, *arguments(name))  # type: ignore[misc]

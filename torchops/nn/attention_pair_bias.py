@@ -17,9 +17,11 @@ class _Bias(FusedModule):
     """The layers of the bias, in a module of their own as in Boltz. `AttentionPairBias` reads them, or calls it."""
 
     _within = ("torchops.nn.attention_pair_bias.AttentionPairBias", "proj_z")
+    _without_bias = ("1",)
 
     def __init__(self, c_z: int, heads: int, eps: float, **where: Any) -> None:
         super().__init__()
+        self.eps = eps
         self.add_module("0", nn.LayerNorm(c_z, eps, **where))
         self.add_module("1", Linear(c_z, heads, False, "normal", **where))
 
@@ -77,7 +79,7 @@ class AttentionPairBias(FusedModule):
     Memory: as :func:`torchops.attention_pair_bias`.
 
     Raises:
-        ValueError: there is no ``head_dim``, and ``heads`` does not divide ``c``.
+        ValueError: a size is below 1; or there is no ``head_dim``, and ``heads`` does not divide ``c``.
         RuntimeError: as :func:`torchops.attention_pair_bias`, when called.
 
     Example:
@@ -92,6 +94,7 @@ class AttentionPairBias(FusedModule):
     """
 
     _parts: ClassVar[dict[str, type[nn.Module]]] = {"norm_s": nn.LayerNorm, "proj_z": _Bias}
+    _without_bias = ("proj_k", "proj_v", "proj_g", "proj_o")
 
     def __init__(
         self,
@@ -106,8 +109,12 @@ class AttentionPairBias(FusedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if head_dim is None and (heads < 1 or c % heads):
+        if c < 1 or (c_z is not None and c_z < 1):
+            raise ValueError(f"AttentionPairBias: expected c and c_z of at least 1, got {c} and {c_z}")
+        if heads < 1 or (head_dim is None and c % heads):
             raise ValueError(f"AttentionPairBias: expected heads that divide c = {c}, got {heads}")
+        if head_dim is not None and head_dim < 1:
+            raise ValueError(f"AttentionPairBias: expected head_dim of at least 1, got {head_dim}")
         self.c, self.c_z, self.heads, self.eps = c, c_z, heads, eps
         self.head_dim = c // heads if head_dim is None else head_dim
         width = heads * self.head_dim
@@ -153,18 +160,6 @@ class AttentionPairBias(FusedModule):
             check_inputs(s, z, mask, keys, self.c, self.heads if self.c_z is None else self.c_z, "proj_q")
             return self.add_by_layers(s, z, mask, keys, inplace=False, residual=residual)
         return attention_pair_bias(s, z, mask, self.weights(), keys, residual=residual)
-
-    def calls_layers(self) -> bool:
-        """Also with what the operator has no parameter for: biases of other layers, and norms with an `eps` of their
-        own."""
-        norm, linear = (None, None) if self.proj_z is None else self.proj_z.children()
-        for of in (self.norm_s, norm):
-            if of is not None and of.eps != self.eps:
-                return True
-        for layer in (self.proj_k, self.proj_v, self.proj_g, self.proj_o, linear):
-            if layer is not None and layer.bias is not None:
-                return True
-        return super().calls_layers()
 
     def by_layers(self, x: Tensor, *mask: Tensor | None) -> Tensor:
         z, of_keys, keys = mask

@@ -163,6 +163,7 @@ class FusedModule(nn.Module):
 
     _within: ClassVar[tuple[str, ...]] = ()  # the module that the user knows, and the path from it to this one
     _parts: ClassVar[dict[str, type[nn.Module]]] = {}  # modules whose parameters it reads, and that may be None
+    _without_bias: ClassVar[tuple[str, ...]] = ()  # layers for whose bias the operator has no parameter
 
     def reset_parameters(self) -> None:
         """Initialises all parameters as the layers inside do."""
@@ -172,13 +173,18 @@ class FusedModule(nn.Module):
                 reset()
 
     def calls_layers(self) -> bool:
-        """Whether a layer, of this module or of another one inside, does more than an operator would."""
-        for layer in self._modules.values():
+        """Whether a layer, of this module or of another one inside, does more than an operator would: also with a bias
+        that the operator has no parameter for, or as a norm with another `eps` than the module's."""
+        eps = self.__dict__.get("eps")
+        for name, layer in self._modules.items():
             if isinstance(layer, FusedModule):
                 if has_hooks(layer) or "forward" in layer.__dict__ or layer.calls_layers():
                     return True
-            elif isinstance(layer, _READ) and does_more(layer):
-                return True
+            elif isinstance(layer, _READ):
+                if does_more(layer) or (name in self._without_bias and layer.bias is not None):
+                    return True
+                if isinstance(layer, nn.LayerNorm) and eps is not None and layer.eps != eps:
+                    return True
         return False
 
     def by_layers(self, x: Tensor, *mask: Tensor | None) -> Tensor:

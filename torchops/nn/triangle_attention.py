@@ -18,6 +18,7 @@ class _Heads(FusedModule):
     """The layers of the heads, in a module of their own as in Boltz. `TriangleAttention` reads them, or calls it."""
 
     _within = ("torchops.nn.triangle_attention.TriangleAttention", "mha")
+    _without_bias = ("linear_q", "linear_k", "linear_v")
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -84,6 +85,8 @@ class TriangleAttention(FusedModule):
         >>> layer(torch.randn(5, 5, 8), mask=torch.ones(5, 5)).shape
         torch.Size([5, 5, 8])
     """
+
+    _without_bias = ("linear",)
 
     def __init__(
         self,

@@ -256,6 +256,11 @@ def _of_weights(w: PairBiasWeights, c_z: Any) -> _Shapes:
     for name in (*like_q, "out"):
         if getattr(w, name) is None:
             raise TypeError(f"{_OP}: expected {name} of type Tensor, got NoneType")
+    unread = ("norm_weight", "norm_bias") if not w.normalize else ()
+    for name in (*unread, *(of_z if w.bias_weight is None else ())):
+        if getattr(w, name) is not None:
+            needed = "bias_weight" if name in of_z else "normalize"
+            raise RuntimeError(f"{_OP}: expected no {name} without {needed}, got one")
     return {name: (getattr(w, name), shape, "z" if name in of_z else "q") for name, shape in shapes.items()}
 
 
