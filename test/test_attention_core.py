@@ -57,7 +57,7 @@ ERRORS: list[tuple[str, Callable[[Tensor], Any], str]] = [
     ("mask", lambda t: t[..., :63].contiguous(), r"mask of shape \(2, 3, 64\).*got \(2, 3, 63\)"),
     ("mask", lambda t: t.half(), "mask contiguous and of dtype float32, got dtype float16"),
     ("out", lambda t: t[:1], r"out of shape \(2, 3, 4, 5, 8\).*got \(1, 3, 4, 5, 8\)"),
-    ("out", lambda t: t[:1].expand_as(t), "out "),
+    ("out", lambda t: t[:1].expand_as(t), "out without internal overlap"),
     ("logsumexp", lambda t: t.mT.contiguous().mT, "logsumexp contiguous and of dtype float32"),
 ]
 
@@ -70,9 +70,10 @@ def test_errors(name: str, change: Callable[[Tensor], Any], text: str) -> None:
         core(**args)
 
 
-@pytest.mark.parametrize("name", ["q", "bias"])
+@pytest.mark.parametrize("name", ["q", "bias", "mask"])
 def test_what_is_written_is_not_read(name: str) -> None:
     args = arguments()
-    args["out"] = args["q"] if name == "q" else args["bias"].flatten()[: args["q"].numel()].view_as(args["q"])
+    written = "logsumexp" if name == "mask" else "out"
+    args[written] = args[name].flatten()[: args[written].numel()].view_as(args[written])
     with pytest.raises(RuntimeError, match=r"^_triangle_attention_core: expected out and logsumexp without memory"):
         core(**args)

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(not CUDA or capability(0) != (9, 0), reason="nee
 
 DTYPES = [torch.bfloat16, torch.float16]
 LOG2E = 1.4426950408889634
-# A quarter of what eager, which rounds scores to 16 bits, is off by.
-TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
+# Of a row. Eager, which rounds scores to 16 bits, is off by about as much in most of its rows, and by more in some.
+TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 Outputs = tuple[Tensor, Tensor]
 
 
@@ -62,7 +62,7 @@ def assert_right(got: Outputs, args: Any, scale: float, *, scaled: bool = False)
     """Each row of each head by itself: a wrong tile would not show in the norm of all."""
     out, lse = (t.detach() for t in expected(args, scale))
     distance = (got[0].double() - out).norm(dim=-1) / out.norm(dim=-1).clamp_min(0.1)
-    assert distance.max().item() <= 4 * TOLERANCE[got[0].dtype] * (2 if scaled else 1)
+    assert distance.max().item() <= TOLERANCE[got[0].dtype] * (2 if scaled else 1)
     torch.testing.assert_close(got[1].double(), lse, rtol=1e-5, atol=5e-2 if scaled else 1e-4)
 
 
@@ -123,6 +123,42 @@ def test_infinite_and_nan_on_cuda(dtype: torch.dtype) -> None:
     assert wrong.nonzero().flatten().tolist() == [5, 6, 7]
 
 
+def test_large_biases_on_cuda() -> None:
+    """Of which the differences are not exact in float32."""
+    q, k, v, bias, _ = arguments(70, 32, rows=2, keys=200, dtype=torch.bfloat16, device="cuda")
+    bias[..., :64] = -1e10
+    bias[..., 3, :] = 1e20
+    out, lse = attend(q, k, v, bias, None, 32**-0.5)
+    assert out.isfinite().all()
+    rest = q, k, v, bias[..., :3, :], None
+    assert_right((out[..., :3, :], lse[..., :3]), (q[..., :3, :], *rest[1:]), 32**-0.5)
+
+
+def test_graphs_and_streams_on_cuda() -> None:
+    args = arguments(100, 32, rows=6, dtype=torch.float16, device="cuda", masked=True)
+    q, k, v, bias, mask = args
+    expected = attend(*args, 32**-0.5)
+    out, lse = torch.empty_like(expected[0]), torch.empty_like(expected[1])
+    padded, added = prepared(bias, mask)
+
+    def call() -> None:
+        with kernel_path("fused"):
+            assert core(q, k, v, padded, added, 32**-0.5, False, out, lse)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.testing.assert_close((out, lse), expected, rtol=0, atol=0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    out.zero_()
+    graph.replay()
+    torch.testing.assert_close((out, lse), expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.5, 1e-3, 20.0])
 def test_scales_on_cuda(scale: float) -> None:
     args = arguments(90, 16, rows=2, dtype=torch.float16, device="cuda", masked=True)
@@ -136,14 +172,16 @@ def test_strides_on_cuda() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     packed = torch.randn(2, 5, 70, 3, 4, 40, device="cuda", generator=generator).half()[..., :32]
     q, k, v = (packed[:, :, :, i].transpose(2, 3) for i in range(3))
-    bias = torch.randn(1, 1, 4, 70, 70, device="cuda", generator=generator).half().expand(2, -1, -1, -1, -1)
+    k, v = k[:, :1].expand_as(q), v[..., :1, :, :].expand_as(q)
+    bias = torch.randn(1, 1, 4, 70, 70, device="cuda", generator=generator).half()
+    padded = prepared(bias, None)[0].expand(2, -1, -1, -1)
     out = torch.empty(2, 5, 70, 4, 40, device="cuda", dtype=torch.float16)[..., :32].transpose(2, 3)
     out.fill_(float("nan"))
     beyond = out.as_strided((2, 5, 70, 4, 8), (70 * 5 * 160, 70 * 160, 160, 40, 1), out.storage_offset() + 32)
     beyond.fill_(7.0)
     lse = torch.empty(2, 5, 4, 70, device="cuda")
     with kernel_path("fused"):
-        assert core(q, k, v, *prepared(bias, None), 0.2, False, out, lse)
+        assert core(q, k, v, padded, None, 0.2, False, out, lse)
     assert_right((out, lse), (q, k, v, bias, None), 0.2)
     assert (beyond == 7).all()
 
@@ -169,6 +207,9 @@ def test_what_the_kernel_cannot_read_on_cuda() -> None:
     assert refuses(*(t.float() for t in (q, k, v, padded, out)))
     odd = arguments(50, 13, rows=2, dtype=torch.float16, device="cuda", masked=True)
     torch.testing.assert_close(torchops.triangle_attention(*odd).double(), reference(*exact(odd)), rtol=0, atol=5e-3)
+    mask = torch.zeros(1 + 2 * 128, device="cuda")[1:].view(1, 2, 128)
+    with kernel_path("fused"):
+        assert not core(q, k, v, padded, mask, 1.0, False, out, lse)
     for path in ("portable", "cublas", "auto"):  # the last one because Triton's kernel is faster at these sizes
         with kernel_path(path):
             assert not core(q, k, v, padded, None, 1.0, False, out, lse)
@@ -178,8 +219,10 @@ def test_what_the_kernel_cannot_read_on_cuda() -> None:
 # Many steps of a few tiles, and many tiles of a step.
 @pytest.mark.parametrize(("d", "n", "rows"), [(32, 385, 40), (64, 260, 40), (16, 38, 230)], ids=str)
 def test_same_bits_on_cuda(d: int, n: int, rows: int) -> None:
-    q, k, v, bias, mask = arguments(n, d, rows=rows, heads=4, dtype=torch.bfloat16, device="cuda", masked=True)
+    args = arguments(n, d, rows=rows, heads=4, dtype=torch.bfloat16, device="cuda", masked=True)
+    q, k, v, bias, mask = args
     assert_same_bits(lambda: list(attend(q, k, v, bias, mask, d**-0.5)))
+    assert_right(attend(*args, d**-0.5), args, d**-0.5)
 
 
 def test_faster_kernel_is_taken_on_cuda() -> None:

@@ -230,6 +230,19 @@ def test_triangle_updates_are_refused_in_graphs() -> None:
         compiled("cublas")
 
 
+def test_triangle_attention_is_refused_in_graphs() -> None:
+    q, bias = torch.ones(1, 2, 1, 3, 4), torch.ones(1, 1, 1, 3, 3)
+
+    def on_path(path: Any) -> Tensor:
+        with torchops.cuda.kernel_path(path):
+            return torchops.triangle_attention(q, q, q, bias)
+
+    compiled = torch.compile(on_path, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled("auto"), on_path("fused"))
+    with pytest.raises(Exception, match=r"expected dense within a traced function, got myops\.triangle_attention"):
+        compiled("fused")
+
+
 @pytest.mark.parametrize("residual", [False, True])
 def test_transitions_are_refused_in_graphs(residual: bool) -> None:
     layer, x = torchops.nn.Transition(4), torch.ones(3, 4)

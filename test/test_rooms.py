@@ -17,10 +17,10 @@ PACKAGE = Path(__file__).parents[1] / "torchops"
 # What each room may import besides itself, from the lowest up. `torchops/__init__.py` puts them together.
 ROOMS: dict[str, set[str]] = {
     "_core": set(),
-    "cuda": set(),
     "onnx": set(),
     "flops": set(),
     "_triangle_attention": {"_core"},
+    "cuda": {"_triangle_attention"},
     "ops": {"_core", "_triangle_attention"},
     "nn": {"_core", "_triangle_attention", "ops"},
     "distributed": {"_core", "_triangle_attention", "nn"},

@@ -8,6 +8,8 @@ from typing import Any, Literal
 import torch
 from torch.overrides import TorchFunctionMode
 
+from torchops._triangle_attention.attention import operators as _operators
+
 __all__ = ["kernel_path"]
 
 _PATHS = ("auto", "fused", "portable", "cublas")
@@ -24,8 +26,8 @@ class kernel_path:  # noqa: N801 (used as a function is, like torch.set_grad_ena
       features and channels, multiples of 8, in rows aligned to 16 bytes, in 16 bits or TF32. For more, for transitions
       (in 16 bits, up to 128 features and 512 hidden ones), and for ``dense`` in TF32, it takes compute capability 9.0
       and such rows. On compute capability 8.0 and 9.0, products of float32 without TF32 are split products where
-      tensors allow, and not by cuBLAS. For triangle attention, it is heads of up to 64 features, a multiple of 8, in 16
-      bits on compute capability 9.0; Triton's kernels compute any others.
+      tensors allow, and not by cuBLAS. For the forward pass of triangle attention, where Triton's kernels could run, it
+      is heads of up to 64 features in 16 bits, in rows aligned to 16 bytes, on compute capability 9.0.
     - ``"cublas"``: a product by cuBLAS, and a pass for bias and sigmoid. (16-bit ``square_matmul_`` keeps its kernel.)
     - ``"auto"``: the faster of these.
     - ``"portable"``: the same, without kernels for a single architecture: what other GPUs get, on a Hopper GPU. It
@@ -82,11 +84,13 @@ class kernel_path:  # noqa: N801 (used as a function is, like torch.set_grad_ena
 
 
 _myops = torch.ops.myops
+# It is defined in Python.
+_triangle_attention = _operators.triangle_attention.overloadpacket
 _OTHERS = (
     *(_myops.gate, _myops.gate_, _myops.glu, _myops.transition, _myops.add_transition_, _myops._add_transition),
     *(_myops.square_matmul, _myops.square_matmul_),
     *(_myops.triangle_multiplicative_update, _myops.add_triangle_multiplicative_update_),
-    *(_myops._triangle_multiplicative_update, _myops._triangle_multiplicative_update_),
+    *(_myops._triangle_multiplicative_update, _myops._triangle_multiplicative_update_, _triangle_attention),
 )
 _NOT_IN_GRAPHS = (*_OTHERS, *(op.default for op in _OTHERS))
 

@@ -41,10 +41,12 @@ void check_attention_core(const AttentionCore& a) {
   if (a.mask) check_float32("mask", *a.mask, a.q, {batch, rows, width});
   check_float32("logsumexp", a.logsumexp, a.q, {batch, rows, heads, queries});
   check_writable(kOp, "out", a.out);
-  for (const Tensor* read : {&a.q, &a.k, &a.v, &a.bias}) {
+  const Tensor no_mask;
+  for (const Tensor* read : {&a.q, &a.k, &a.v, &a.bias, a.mask ? &*a.mask : &no_mask}) {
     TORCH_CHECK(!may_alias(a.out, *read) && !may_alias(a.logsumexp, *read), kOp,
                 ": expected out and logsumexp without memory of an input, got some of it");
   }
+  TORCH_CHECK(!may_alias(a.out, a.logsumexp), kOp, ": expected out without memory of logsumexp, got some of it");
 }
 
 namespace {

@@ -79,7 +79,7 @@ class Gpu(NamedTuple):
         if not self.has_triton or self.capability < (8, 0):
             return "PyTorch's operators, in panels of rows"
         if self.has_own_gemm:
-            return "one kernel forward in 16 bits or Triton's, up to 128 features a head; else PyTorch's, in panels"
+            return "one forward kernel in 16 bits up to 64 features a head; else Triton's to 128, not in float64"
         return "Triton kernels up to 128 features a head, not in float64; else PyTorch's, in panels of rows"
 
     def _scaled(self) -> str:

@@ -137,7 +137,9 @@ def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
 def _under_autocast(device_type: str) -> bool:
     """Meta tensors, and some devices of other backends, have no autocast to ask for. Dynamo of torch 2.11 cannot trace
     the question which ones have."""
-    return device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type)
+    if torch.compiler.is_compiling():
+        return device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type)
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _as_parameters(x: Tensor, w: PairBiasWeights) -> Tensor:

@@ -3,6 +3,7 @@
 
 #include <numbers>
 
+#include "cuda/gemm/ways.h"
 #include "cuda/linear/launch.h"
 #include "cuda/linear/operand.h"
 #include "ops/attention_core.h"
@@ -46,6 +47,7 @@ bool core_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
   const auto to = heads(out, of_heads), from_bias = heads(bias, {1, 1, 0});
   const auto c = sm90_case(q.size(3), k.size(3), q.size(4), q.scalar_type());
   if (!from_q || !from_k || !from_v || !to || !from_bias || !c) return false;
+  if (mask && !is_aligned(mask->const_data_ptr())) return false;
   if (detail::kernel_path() == detail::KernelPath::kAuto && !attention_pays(*c, q.size(0) * q.size(2), q.size(1))) {
     return false;
   }

@@ -84,8 +84,8 @@ constexpr Rule<GradientTiling> kDenseInputGradients[] = {
 
 // A Case has the features of a head as k.
 constexpr Rule<AttentionTiling> kAttention[] = {
-    {[](const Case& c) { return c.k <= 32; }, AttentionTiling::k2x128x32},
-    {[](const Case& c) { return c.k <= 64; }, AttentionTiling::k3x64x64},
+    {[](const Case& c) { return c.k <= kSpec<AttentionTiling::k2x128x32>.d; }, AttentionTiling::k2x128x32},
+    {[](const Case& c) { return c.k <= kSpec<AttentionTiling::k3x64x64>.d; }, AttentionTiling::k3x64x64},
 };
 
 }  // namespace
@@ -127,32 +127,7 @@ namespace {
 // A CTA has 128 rows and all columns, so few rows of many columns occupy few multiprocessors for long.
 bool prefers_input_gradients(const Case& c) { return c.n <= 512 || c.rows(128) * 5 >= c.sm_count * 2; }
 
-int64_t divided(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
-
-// Microseconds: waves of CTAs, each of which takes all keys in steps.
-template <AttentionTiling tiling>
-double attention_time(const Case& c, int64_t heads, int64_t rows, double step) {
-  constexpr AttentionSpec spec = kSpec<tiling>;
-  const int64_t tiles = heads * divided(rows, spec.rows) * divided(c.m, 64 * spec.warpgroups / spec.rows);
-  return 7 + static_cast<double>(divided(tiles, c.sm_count) * divided(c.n, spec.keys)) * step;
-}
-
-// Of Triton's programs of 64 queries, of which a multiprocessor runs several at once: one alone takes no less time for
-// a step than kAlone.
-double triton_attention_time(const Case& c, int64_t heads, int64_t rows, double step) {
-  constexpr double kAlone = 0.95;
-  const double programs = static_cast<double>(heads * rows * divided(c.m, 64)) / c.sm_count;
-  return 6 + static_cast<double>(divided(c.n, 64)) * std::max(kAlone, programs * step);
-}
-
 }  // namespace
-
-bool attention_pays(const Case& c, int64_t heads, int64_t rows) {
-  return c.k <= 32 ? attention_time<AttentionTiling::k2x128x32>(c, heads, rows, 1.0) <
-                         triton_attention_time(c, heads, rows, 0.32)
-                   : attention_time<AttentionTiling::k3x64x64>(c, heads, rows, 1.2) <
-                         triton_attention_time(c, heads, rows, 0.64);
-}
 
 std::optional<DenseGradientsWay> dense_gradients_way(const Case& c, bool automatic) {
   if (has_kernel<DenseGradients>(c)) return DenseGradientsWay::kOnePass;

@@ -54,10 +54,6 @@ bool has_kernel(const Case& c) {
   return any_kernel<Operation>(c, [](const auto&) { return true; });
 }
 
-/// Whether the kernel of attention is faster than Triton's, by the times that both take. `heads` are those of the whole
-/// batch; a Case has queries as m, keys as n, and the features of a head as k.
-bool attention_pays(const Case& c, int64_t heads, int64_t rows);
-
 /// Ways to compute all gradients of dense together: by a kernel for all of them; or by one for dx, which writes dz too,
 /// and a product for dw.
 enum class DenseGradientsWay { kOnePass, kInputGradients };

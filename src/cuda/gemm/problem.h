@@ -160,10 +160,11 @@ struct HeadOperand {
 };
 
 /// The core of attention: out = softmax(scale * q @ k.T + bias + mask) @ v for each head of each row of a batch. The
-/// bias (heads x queries x width for each element of the batch) is shared by all rows. Its rows are
-/// padded: width is a multiple of 64, and the bias is -inf from the last key on. `mask` (batch x rows x width, or null)
-/// is float32. `unit` is the factor from scores, as scale, bias and mask give them, to logarithms to base 2. out may
-/// have any strides that fit TMA. logsumexp (batch x rows x heads x queries) is float32 and contiguous, and to base e.
+/// bias (heads x queries x width for each element of the batch) is shared by all rows. Its rows are padded: width is a
+/// multiple of 64, and the bias is -inf from the last key on. `mask` (batch x rows x width, or null) is float32, 0 or
+/// -inf, contiguous and aligned to 16 bytes. `unit` is the factor from scores, as scale and bias give them, to
+/// logarithms to base 2. out may have any strides that fit TMA. logsumexp (batch x rows x heads x queries) is float32
+/// and contiguous, and to base e.
 struct AttentionProblem {
   int batch = 0, rows = 0, heads = 0, queries = 0, keys = 0, width = 0, d = 0;
   HeadOperand q, k, v, out, bias;

@@ -89,4 +89,30 @@ PairWays pair_ways(int64_t c, int64_t d, bool has_sm90, bool has_sm80) {
   return {has_sm90 && streams, has_sm90 && !streams, has_sm80 && !streams};
 }
 
+namespace {
+
+// In microseconds. The launches take kLaunch and kTritonLaunch. A wave of CTAs takes all keys, `step` for 64 of them;
+// Triton's programs of 64 queries share a multiprocessor, where one alone takes no less than kAlone for 64 keys.
+// Measured on an H200.
+template <AttentionTiling tiling>
+bool is_faster_than_triton(const Case& c, int64_t heads, int64_t rows, double step, double triton_step) {
+  constexpr double kLaunch = 7, kTritonLaunch = 6, kAlone = 0.95;
+  constexpr AttentionSpec spec = kSpec<tiling>;
+  const int64_t row_tiles = (rows + spec.rows - 1) / spec.rows;
+  const int64_t tiles = heads * row_tiles * c.rows(64 * spec.warpgroups / spec.rows);
+  const int64_t waves = (tiles + c.sm_count - 1) / c.sm_count;
+  const auto steps = static_cast<double>(c.columns(spec.keys));
+  const double programs = static_cast<double>(heads * rows * c.rows(64)) / c.sm_count;
+  return kLaunch + static_cast<double>(waves) * steps * step <
+         kTritonLaunch + steps * std::max(kAlone, programs * triton_step);
+}
+
+}  // namespace
+
+bool attention_pays(const Case& c, int64_t heads, int64_t rows) {
+  using enum AttentionTiling;
+  return c.k <= kSpec<k2x128x32>.d ? is_faster_than_triton<k2x128x32>(c, heads, rows, 1.0, 0.32)
+                                   : is_faster_than_triton<k3x64x64>(c, heads, rows, 1.2, 0.64);
+}
+
 }  // namespace torchops::cuda::gemm

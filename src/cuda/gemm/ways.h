@@ -33,6 +33,10 @@ bool stacks_products(const Case& c, bool adjacent);
 /// kernel that needs no copy.
 bool copies_overwritten_rows(const Case& c);
 
+/// Whether the kernel of attention is faster than Triton's, by predicted times. `heads` are those of the whole batch; a
+/// Case has queries as m, keys as n, and the features of a head as k.
+bool attention_pays(const Case& c, int64_t heads, int64_t rows);
+
 /// The most features or channels of a triangle update for kernels of one pass. With more, weights are streamed.
 constexpr int kMostFeatures = 128;
 

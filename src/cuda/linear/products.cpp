@@ -58,7 +58,7 @@ void linear_out(at::Tensor out, const at::Tensor& x, const at::Tensor& w, const 
     product_out(out, x, w_t);
     return;
   }
-  if (x.size(0) > 1 || w.element_size() > 2) {
+  if (x.size(0) != 1 || w.element_size() > 2) {
     at::cuda::addmm_out(out, *b, x, w_t);
     return;
   }

@@ -53,7 +53,8 @@ void add_product(at::Tensor out, const at::Tensor& a, const at::Tensor& b);
 
 /// out = x @ w.T + b. With a contiguous out and b, this is the call of F.linear, and cuBLAS mostly rounds once. For a
 /// strided out or b, the algorithms that it picks for aligned operands round the product before they add b: where b
-/// cancels the product, few digits are then left.
+/// cancels the product, few digits are then left. So they do for a single row of 16 bits, whose product and sum are
+/// therefore two calls, in float32.
 void linear_out(at::Tensor out, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b);
 
 /// [a; b], for one product instead of two: a view if they are halves.

@@ -135,6 +135,13 @@ CUTLASS_DEVICE float2 unpacked(uint32_t bits) {
   }
 }
 
+/// NaN remains.
+CUTLASS_DEVICE float minimum(float x, float y) {
+  float least;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(x), "f"(y));
+  return least;
+}
+
 template <class Element, AttentionTiling tiling, bool masked>
 CUTLASS_DEVICE void AttentionKernel<Element, tiling, masked>::compute(const Parameters& p, Shared& shared,
                                                                       int warpgroup) {
@@ -242,7 +249,7 @@ CUTLASS_DEVICE void AttentionKernel<Element, tiling, masked>::compute(const Para
       previous = at;
       ++at;
       float sum_of_step[2];
-      const auto exponentials = [&]<bool with_mask>(std::bool_constant<with_mask>) {
+      const auto exponentials = [&]<bool with_mask>(std::bool_constant<with_mask>, const auto& power) {
         const cutlass::NumericArrayConverter<Element, float, 2> round;
         Tensor rounded = recast<cutlass::Array<Element, 2>>(probabilities);
         CUTLASS_PRAGMA_UNROLL
@@ -251,9 +258,9 @@ CUTLASS_DEVICE void AttentionKernel<Element, tiling, masked>::compute(const Para
           CUTLASS_PRAGMA_UNROLL
           for (int r = 0; r < 2; ++r) {
             const float2 b = unpacked<Element>(bias[i / 2 + r]);
-            const int at = i + 2 * r;
-            const float first = exp2_approximate(fmaf(s(at), factor, fmaf(b.x, p.unit, m.x - top[r])));
-            const float second = exp2_approximate(fmaf(s(at + 1), factor, fmaf(b.y, p.unit, m.y - top[r])));
+            const int pair = i + 2 * r;
+            const float first = power(fmaf(s(pair), factor, fmaf(b.x, p.unit, m.x - top[r])));
+            const float second = power(fmaf(s(pair + 1), factor, fmaf(b.y, p.unit, m.y - top[r])));
             sum_of_step[r] = i == 0 ? first + second : sum_of_step[r] + first + second;
             rounded(i / 2 + r) = round(cutlass::Array<float, 2>{first, second});
           }
@@ -262,9 +269,9 @@ CUTLASS_DEVICE void AttentionKernel<Element, tiling, masked>::compute(const Para
       bool too_large = step == 0;
       if (!too_large) {
         if (is_masked) {
-          exponentials(std::bool_constant<masked>{});
+          exponentials(std::bool_constant<masked>{}, [](float x) { return exp2_approximate(x); });
         } else {
-          exponentials(std::false_type{});
+          exponentials(std::false_type{}, [](float x) { return exp2_approximate(x); });
         }
         too_large = __any_sync(~0u, !(fmaxf(sum_of_step[0], sum_of_step[1]) <= kMostSum));
       }
@@ -289,7 +296,8 @@ CUTLASS_DEVICE void AttentionKernel<Element, tiling, masked>::compute(const Para
             out(i + 1) *= shrink;
           }
         }
-        exponentials(std::bool_constant<masked>{});
+        // top is the rounded score: for a bias of 10^10, it may be hundreds below the one that is computed here.
+        exponentials(std::bool_constant<masked>{}, [](float x) { return exp2_approximate(minimum(x, 0)); });
       }
       sum[0] += sum_of_step[0];
       sum[1] += sum_of_step[1];
@@ -325,8 +333,8 @@ CUTLASS_DEVICE void AttentionKernel<Element, tiling, masked>::compute(const Para
     Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kOut; i += 2) {
-      const float factor = inverse[i / 2 % 2];
-      pairs(i / 2) = round(cutlass::Array<float, 2>{out(i) * factor, out(i + 1) * factor});
+      const float reciprocal = inverse[i / 2 % 2];
+      pairs(i / 2) = round(cutlass::Array<float, 2>{out(i) * reciprocal, out(i + 1) * reciprocal});
     }
     // The products have read the queries, so the results can take their place.
     Element* const to = shared.q[warpgroup][tile_at.index()].data();
@@ -357,7 +365,9 @@ struct AttentionForward {
     }
 
     static Status prepare(const AttentionProblem& p, int64_t&) {
-      return p.d > Kernel::kD || tiles(p) > INT_MAX ? Status::not_for_me() : Persistent<Kernel>::prepare();
+      // So that the number of a tile has room for that of the next one of a CTA.
+      constexpr int64_t most_tiles = INT_MAX / 2;
+      return p.d > Kernel::kD || tiles(p) > most_tiles ? Status::not_for_me() : Persistent<Kernel>::prepare();
     }
 
     static Status run(const AttentionProblem& p, cudaStream_t stream) {

@@ -62,7 +62,7 @@ class TileMaps {
   void operator()(Map (&maps)[products], const Operand& first, const Operand& second, Sizes... sizes) {
     for (int i = 0; i < products; ++i) (*this)(maps[i], i == 0 ? first : second, sizes...);
   }
-  /// The same for a tensor of heads (attention/heads.cuh).
+  /// The same for a tensor of heads (attention/heads.cuh), which TMA supports.
   template <class Map>
   void operator()(Map& map, const HeadOperand& from, int height, int width, const int (&outer)[3]) {
     are_valid_ = are_valid_ && Map::of(map, from, height, width, outer);
