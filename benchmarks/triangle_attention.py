@@ -1,9 +1,9 @@
 """Triangle attention alone beside PyTorch's ways to compute it: `python -m benchmarks triangle_attention`.
 
 Four heads of 32 features; q, k, v are views of one packed product as in the layer, the bias lies in rows of keys, and a
-mask leaves out a tenth of the keys. FlexAttention is compiled for each N. SDPA takes the bias alone: with a mask, it
-would need a tensor of all scores. Times are those of `timing.measure`; first calls, by the clock, contain what they
-compile.
+mask leaves out a tenth of the keys. Without the kernel for Hopper (`kernel_path("portable")`), Triton's run.
+FlexAttention is compiled for each N. SDPA takes the bias alone: with a mask, it would need a tensor of all scores.
+Times are those of `timing.measure`; first calls, by the clock, contain what they compile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from .record import Record
 from .tables import table
 
 HEADS, HEAD_DIM = 4, 32
-OURS, FLEX, SDPA, WRITTEN = "torchops", "FlexAttention, compiled", "SDPA, without the mask", "as written"
+OURS, PORTABLE, FLEX = "torchops", "torchops without the kernel for Hopper", "FlexAttention, compiled"
+SDPA, WRITTEN = "SDPA, without the mask", "as written"
 SIZES = {"cuda": (384, 385, 768, 769, 1024, 1025), "cpu": (64,)}
 MOST_WRITTEN = 768  # the scores take 3.4 GiB in 16 bits there, several times over
 
@@ -42,6 +43,11 @@ def tensors(n: int, dtype: torch.dtype, device: torch.device, task: Task) -> tup
     if task == FORWARD:
         return *qkv, bias, mask
     return *(t.detach().requires_grad_() for t in (*qkv, bias)), mask, torch.randn_like(qkv[0])
+
+
+def portable(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+    with torchops.cuda.kernel_path("portable"):
+        return torchops.triangle_attention(q, k, v, bias, mask)
 
 
 @cache
@@ -76,7 +82,7 @@ def written(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tens
 def contenders(n: int, device_type: str) -> dict[str, Callable[..., Tensor]]:
     ways: dict[str, Callable[..., Tensor]] = {OURS: torchops.triangle_attention, SDPA: sdpa}
     if device_type == "cuda":  # on the CPU, Inductor doesn't support FlexAttention with captured gradients
-        ways[FLEX] = flex
+        ways |= {PORTABLE: portable, FLEX: flex}
     if n <= MOST_WRITTEN:
         ways[WRITTEN] = written
     return ways
@@ -110,7 +116,8 @@ def measure(n: int, task: Task, dtype: torch.dtype, device: torch.device) -> dic
 
 def to_markdown(document: dict[str, Any]) -> str:
     """A row for each N and task: microseconds of a call, and the machine."""
-    ways = (OURS, FLEX, SDPA, WRITTEN)
+    measured = {way for result in document["results"] for way in result["microseconds"]}
+    ways = [way for way in (OURS, PORTABLE, FLEX, SDPA, WRITTEN) if way in measured]
     rows = []
     for result in document["results"]:
         times = result["microseconds"]
