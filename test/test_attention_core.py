@@ -77,3 +77,11 @@ def test_what_is_written_is_not_read(name: str) -> None:
     args[written] = args[name].flatten()[: args[written].numel()].view_as(args[written])
     with pytest.raises(RuntimeError, match=r"^_triangle_attention_core: expected out and logsumexp without memory"):
         core(**args)
+
+
+@pytest.mark.parametrize("name", ["q", "mask", "out", "logsumexp"])
+def test_lazy_bits(name: str) -> None:
+    """What is read is negated first; what would have to be copied back is refused."""
+    args = arguments()
+    args[name] = torch._neg_view(args[name])
+    assert core(**args) is False

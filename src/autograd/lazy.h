@@ -36,6 +36,9 @@ const Other& materialize(const Other& argument) {
   return argument;
 }
 
+/// For operators that refuse to write what they would have to copy back.
+inline bool is_lazy(const Tensor& written) { return written.is_neg() || written.is_conj() || written._is_zerotensor(); }
+
 template <auto in_place>
 struct Materialized;
 

@@ -8,9 +8,6 @@ using detail::OptionalTensor;
 using detail::TriangleParameterList;
 using detail::TriangleParameterOutputMask;
 
-// What would have to be copied back is refused.
-bool is_lazy(const Tensor& written) { return written.is_neg() || written.is_conj() || written._is_zerotensor(); }
-
 bool rows_in(const Tensor& x, const OptionalTensor& mask, const TriangleParameterList& parameters, double scale,
              double eps, Tensor& a, Tensor& b) {
   const at::AutoDispatchBelowADInplaceOrView below_version_counter;
