@@ -53,8 +53,8 @@ namespace {
 
 // For all backends but CUDA.
 bool refused(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias, const std::optional<Tensor>& mask,
-             double scale, bool scaled, Tensor& out, Tensor& logsumexp) {
-  check_attention_core({q, k, v, bias, mask, scale, scaled, out, logsumexp});
+             double /*scale*/, bool /*scaled*/, Tensor& out, Tensor& logsumexp) {
+  check_attention_core({q, k, v, bias, mask, out, logsumexp});
   return false;
 }
 

@@ -11,14 +11,12 @@
 // kernel_path() is `fused`.
 namespace torchops::detail {
 
-/// The arguments of the operator, checked.
+/// The tensors of the operator. If `scaled`, q is multiplied by scale * log2(e), and the bias by log2(e).
 struct AttentionCore {
   const at::Tensor &q, &k, &v;            // (batch, rows, heads, queries or keys, d)
   const at::Tensor& bias;                 // (batch, heads, queries, width), with -inf from the last key on
   const std::optional<at::Tensor>& mask;  // (batch, rows, width) in float32: 0 or -inf
-  double scale;
-  bool scaled;                        // q is multiplied by scale * log2(e), the bias by log2(e)
-  const at::Tensor &out, &logsumexp;  // like q; (batch, rows, heads, queries) in float32, contiguous
+  const at::Tensor &out, &logsumexp;      // like q; (batch, rows, heads, queries) in float32, contiguous
 };
 
 /// The argument checks, for every backend.

@@ -23,8 +23,7 @@ std::optional<HeadOperand> heads(const Tensor& t, std::array<int64_t, 3> dims) {
   // A dimension of one element is never stepped over, whatever its stride.
   const auto stride_of = [&](int64_t dim) {
     const int64_t stride = t.size(dim) == 1 ? vector : t.stride(dim);
-    fits = fits && t.size(dim) <= kMostExtent && stride >= 0 && stride % vector == 0 &&
-           stride * t.element_size() < kMostStrideBytes;
+    fits = fits && t.size(dim) <= kMostExtent && is_stride_of_tma(stride, t.element_size());
     return stride;
   };
   const HeadOperand operand{
@@ -35,7 +34,7 @@ std::optional<HeadOperand> heads(const Tensor& t, std::array<int64_t, 3> dims) {
 bool core_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias, const std::optional<Tensor>& mask,
                double scale, bool scaled, Tensor& out, Tensor& logsumexp) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  detail::check_attention_core({q, k, v, bias, mask, scale, scaled, out, logsumexp});
+  detail::check_attention_core({q, k, v, bias, mask, out, logsumexp});
   const c10::cuda::CUDAGuard guard(q.device());
   if (q.element_size() != 2 || bias.scalar_type() != q.scalar_type() || q.numel() == 0 || k.numel() == 0 ||
       bias.size(3) % 64 != 0 || bias.size(3) > kMostExtent || detail::kernel_path() == detail::KernelPath::kCublas) {

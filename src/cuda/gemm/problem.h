@@ -18,6 +18,11 @@ struct Operand {
 /// Strides of TMA are below this.
 constexpr int64_t kMostStrideBytes = int64_t{1} << 40;
 
+/// Whether TMA takes a stride of so many elements of `size` bytes.
+constexpr bool is_stride_of_tma(int64_t stride, int64_t size) {
+  return stride >= 0 && stride * size % 16 == 0 && stride * size < kMostStrideBytes;
+}
+
 /// The factors by which the rows of an operand are multiplied to get its values: `data` has one factor per row, or one
 /// for all rows.
 struct Scale {

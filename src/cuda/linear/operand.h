@@ -21,14 +21,12 @@ inline bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(da
 /// still has room for a tile. nullopt if the tensor isn't one.
 inline std::optional<Operand> operand(const at::Tensor& t) {
   const int64_t rows = t.size(-2), columns = t.size(-1), vector = 16 / t.element_size();
-  const auto steps_in_vectors = [&](int64_t stride) {
-    return stride >= 0 && stride % vector == 0 && stride * t.element_size() < kMostStrideBytes;
-  };
   // A single row has no next one, so any stride will do.
   const int64_t row_stride = rows == 1 ? (columns + vector - 1) / vector * vector : t.stride(-2);
   const int64_t batch_stride = t.dim() == 2 || t.size(0) == 1 ? 0 : t.stride(0);
   if (rows > kMostExtent || columns > kMostExtent || (t.stride(-1) != 1 && columns > 1) || row_stride < columns ||
-      !steps_in_vectors(row_stride) || !steps_in_vectors(batch_stride) || !is_aligned(t.const_data_ptr())) {
+      !is_stride_of_tma(row_stride, t.element_size()) || !is_stride_of_tma(batch_stride, t.element_size()) ||
+      !is_aligned(t.const_data_ptr())) {
     return std::nullopt;
   }
   return Operand{t.const_data_ptr(), row_stride, batch_stride};

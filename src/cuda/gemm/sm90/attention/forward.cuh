@@ -7,8 +7,8 @@
 //   warpgroups    64 queries of one row each: scores by a matrix instruction; bias, maximum and exponentials in
 //                 registers, where the probabilities are the operand of the product with the values
 //
-// The bound is the special-function unit: 16 exponentials per clock and multiprocessor, 4 x d flops each. Four
-// warpgroups keep it busy, while one waits for its products. A CTA takes several rows of the same queries, because
+// The bound is the special-function unit: 16 exponentials per clock and multiprocessor, 4 x d flops each. While one
+// warpgroup waits for its products, the others' exponentials run. A CTA takes several rows of the same queries, because
 // these share the tile of the bias: at d = 32, a score of `rows` = 2 needs 2 bytes from the second-level cache, of
 // which 1 is bias; with one row in a CTA of 128 queries it would be 3.
 

@@ -26,11 +26,8 @@ template <class Element, class... Operands>
 bool are_encodable(const Operands&... operands) {
   const auto is_encodable = [](const Operand& operand) {
     constexpr int64_t size = sizeof(Element);
-    const auto fits = [](int64_t stride) {
-      return stride >= 0 && stride * size % 16 == 0 && stride * size < kMostStrideBytes;
-    };
-    return reinterpret_cast<uintptr_t>(operand.data) % 16 == 0 && fits(operand.row_stride) &&
-           fits(operand.batch_stride);
+    return reinterpret_cast<uintptr_t>(operand.data) % 16 == 0 && is_stride_of_tma(operand.row_stride, size) &&
+           is_stride_of_tma(operand.batch_stride, size);
   };
   return (is_encodable(operands) && ...);
 }
