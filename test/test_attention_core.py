@@ -70,12 +70,23 @@ def test_errors(name: str, change: Callable[[Tensor], Any], text: str) -> None:
         core(**args)
 
 
+def test_out_may_be_q() -> None:
+    args = arguments()
+    qkv = torch.ones(2, 3, 5, 3 * 4 * 8, dtype=torch.bfloat16)
+    args["q"], args["k"], args["v"] = (t.unflatten(-1, (4, 8)).transpose(2, 3) for t in qkv.chunk(3, -1))
+    assert core(**args | {"out": args["q"]}) is False
+    with pytest.raises(RuntimeError, match="expected out and logsumexp without memory of q, got"):
+        core(**args | {"out": args["k"]})
+
+
 @pytest.mark.parametrize("name", ["q", "bias", "mask"])
 def test_what_is_written_is_not_read(name: str) -> None:
     args = arguments()
     written = "logsumexp" if name == "mask" else "out"
-    args[written] = args[name].flatten()[: args[written].numel()].view_as(args[written])
-    with pytest.raises(RuntimeError, match=r"^_triangle_attention_core: expected out and logsumexp without memory"):
+    memory = args[name].new_zeros(args[name].numel() + args[written].numel())
+    args[name] = memory[: args[name].numel()].view_as(args[name])
+    args[written] = memory[1 : 1 + args[written].numel()].view_as(args[written])
+    with pytest.raises(RuntimeError, match=f"expected out and logsumexp without memory of {name}, got some of it"):
         core(**args)
 
 

@@ -3,17 +3,24 @@ and behind the public one."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from attention_samples import arguments, exact
+from attention_update_samples import TOLERANCE as TOLERANCES
+from attention_update_samples import assert_near, leaves_of, weights, with_gradients
+from attention_update_samples import reference as update_reference
+from checks import random_like
 from cuda_checks import assert_same_bits, poisoned_memory
 from torch import Tensor
 from triangle_attention_samples import attention_reference as reference
 
 import torchops
+from torchops import triangle_attention_update
 from torchops._core.devices import capability
+from torchops._core.triton.plan import Plans, _Step
+from torchops._triangle_attention.update import operators, triton_fused
 from torchops.cuda import kernel_path
 
 core = torch.ops.myops._triangle_attention_core.default
@@ -184,6 +191,63 @@ def test_strides_on_cuda() -> None:
         assert core(q, k, v, padded, None, 0.2, False, out, lse)
     assert_right((out, lse), (q, k, v, bias, None), 0.2)
     assert (beyond == 7).all()
+
+
+@pytest.mark.parametrize("d", [16, 24, 32, 64])
+def test_out_may_be_q_on_cuda(d: int) -> None:
+    """With k and v in other columns of the same rows."""
+    packed = torch.randn(2, 5, 131, 3, 2, d, device="cuda").bfloat16()
+    q, k, v = (packed[:, :, :, i].transpose(2, 3) for i in range(3))
+    bias, others = torch.randn(2, 1, 2, 131, 131, device="cuda").bfloat16(), packed[:, :, :, 1:].clone()
+    want, lse = attend(q, k, v, bias, None, 0.2)
+    again = torch.empty_like(lse)
+    with kernel_path("fused"):
+        assert core(q, k, v, *prepared(bias, None), 0.2, False, q, again)
+    assert torch.equal(q, want)
+    assert torch.equal(again, lse)
+    assert torch.equal(packed[:, :, :, 1:], others)
+
+
+@pytest.mark.parametrize("panels", ["whole", "panels"])
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+@pytest.mark.parametrize("node", ["starting", "ending"])
+def test_updates_take_it_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, node: Literal["starting", "ending"], masked: bool, panels: str
+) -> None:
+    """In a plan, which is another one for each path, and runs several times."""
+    if panels == "panels":  # several, of which the last one is smaller
+        monkeypatch.setattr(triton_fused, "budget", lambda *_: 70 * 30 * (3 * 64 * 2 + 8))
+        monkeypatch.setattr(operators, "plans", Plans())
+    w = weights(64, 2, 32, dtype=torch.bfloat16, device="cuda")
+    x = random_like(torch.empty(70, 70, 64, dtype=torch.float64), 20).cuda().bfloat16()
+    mask = (random_like(torch.empty(70, 70)) > -0.5).cuda() if masked else None
+    want = with_gradients(update_reference, x.double().requires_grad_(), mask, leaves_of(w, torch.float64), node)
+    forward: dict[str, Tensor] = {}
+    for path in ("fused", "portable", "fused", "portable", "fused"):
+        with kernel_path(path):
+            got = with_gradients(triangle_attention_update, x.clone().requires_grad_(), mask, leaves_of(w), node)
+            assert_near(got, want, TOLERANCES[torch.bfloat16])
+            y = x.clone()
+            with torch.no_grad():
+                updates = triangle_attention_update(x, mask, w, node), got[0]
+                assert triangle_attention_update(y, mask, w, node, inplace=True) is y
+            for update in updates:
+                assert torch.equal(forward.setdefault(path, update), update)
+            torch.testing.assert_close(y.double(), x.double() + want[0], rtol=2**-7, atol=2e-2)
+    assert not torch.equal(forward["fused"], forward["portable"])
+
+
+def test_a_refused_launch_in_a_plan_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's kernel runs instead, in the same plan."""
+    w, x = weights(64, 2, 32, dtype=torch.bfloat16, device="cuda"), torch.randn(70, 70, 64, device="cuda").bfloat16()
+    with torch.no_grad(), kernel_path("portable"):
+        want = triangle_attention_update(x, None, w, "starting")
+    with torch.no_grad(), kernel_path("fused"):
+        taken = triangle_attention_update(x, None, w, "starting")
+        monkeypatch.setattr(_Step, "is_computed", lambda *_: False)
+        other = triangle_attention_update(x, None, w, "starting")
+    assert torch.equal(other, want)
+    assert not torch.equal(taken, want)
 
 
 def test_what_the_kernel_cannot_read_on_cuda() -> None:

@@ -127,7 +127,7 @@ myops::_transition                               x    x     .         .         
 myops::_transition_backward                      x    x     x         .                .              .            .             x                 x
 myops::_triangle_attention                       x    x     x         .                .              .            .             .                 .
 myops::_triangle_attention_backward              x    x     x         .                .              .            .             x                 .
-myops::_triangle_attention_core                  x    x     .         .                .              .            .             .                 .
+myops::_triangle_attention_core                  .    .     .         .                .              .            .             .                 x
 myops::_triangle_attention_update                x    x     x         .                .              x            x             x                 .
 myops::_triangle_attention_update_               x    x     x         x                x              x            x             x                 .
 myops::_triangle_attention_update_backward       x    x     x         .                .              .            .             x                 .

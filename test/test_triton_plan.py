@@ -12,7 +12,7 @@ from triton_interpreter import interpreted, needs_triton
 
 from torchops._core.triton import launch as _triton_launch
 from torchops._core.triton import plan as _triton_plan
-from torchops._core.triton.launch import Launch, noting
+from torchops._core.triton.launch import Launch, launch_unless, noting
 from torchops._core.triton.plan import Found, Plan, Plans, UnplannableError
 
 CPU = torch.device("cpu")
@@ -57,13 +57,39 @@ def test_scratch_lies_where_nothing_else_is_in_use(kernel: Kernel) -> None:
             launch((1, 1, 1), t, 8, 3)
 
     plan = Plan(make, [torch.zeros(4)], CPU)
-    at = [offset for step in plan._steps for _, number, offset, _ in step.pointers if number == 1]
+    at = [place.offset for step in plan._steps for _, place in step._args.places if place.number == 1]
     first, second, again, third, last = at
     assert first == again
     assert second == last
     assert third == first  # which is not read any more
     assert not first <= second < first + 4000
     assert plan._nbytes == 4096 + 512
+
+
+@pytest.mark.parametrize("answers", [[True, True, True], [False, True], [True, False, True]], ids=str)
+def test_an_operator_instead_of_a_launch(kernel: Kernel, answers: list[bool]) -> None:
+    """It is asked in the first run, and then again only if it has computed it."""
+    launch, given = Launch(kernel, BLOCK=16, num_warps=4), []
+    expected = list(answers)
+
+    def operator(x: Tensor, scratch: Tensor, number: float) -> bool:
+        given.append((x.data_ptr(), x.shape, x.stride(), scratch.shape, scratch.stride(), scratch.dtype, number))
+        return answers.pop(0)
+
+    def make(x: Tensor) -> None:
+        scratch = x.new_empty(6, 5, dtype=torch.float16).mT
+        launch_unless(operator, (x[1:].mT, scratch, 0.5), launch, (2, 1, 1), x, 8, 3)
+
+    plan = Plan(make, [torch.zeros(3, 8)], CPU)
+    assert not given
+    for _ in range(3):
+        x = torch.zeros(3, 8)
+        plan.run([x], [x.data_ptr()])
+        seen = (x.data_ptr() + 32, (8, 2), (1, 8), (5, 6), (1, 5), torch.float16, 0.5)
+        assert given[-1] == seen or expected == [False, True]
+    asked = 1 if not expected[0] else 3
+    assert len(given) == asked
+    assert kernel.compiled + len(kernel.launched) == 3 - sum(expected[:asked])
 
 
 def test_no_plan_for_operators_on_numbers(kernel: Kernel) -> None:

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torchops._triangle_attention.attention import operators as _operators
+from torchops._triangle_attention.attention.operators import triangle_attention as _attention
+from torchops._triangle_attention.update import operators as _update
 
 __all__ = ["kernel_path"]
 
@@ -84,13 +85,13 @@ class kernel_path:  # noqa: N801 (used as a function is, like torch.set_grad_ena
 
 
 _myops = torch.ops.myops
-# It is defined in Python.
-_triangle_attention = _operators.triangle_attention.overloadpacket
+# These are defined in Python.
+_in_python = [op.overloadpacket for op in (_attention, _update.update, _update.update_, _update.update_kept)]
 _OTHERS = (
     *(_myops.gate, _myops.gate_, _myops.glu, _myops.transition, _myops.add_transition_, _myops._add_transition),
     *(_myops.square_matmul, _myops.square_matmul_),
     *(_myops.triangle_multiplicative_update, _myops.add_triangle_multiplicative_update_),
-    *(_myops._triangle_multiplicative_update, _myops._triangle_multiplicative_update_, _triangle_attention),
+    *(_myops._triangle_multiplicative_update, _myops._triangle_multiplicative_update_, *_in_python),
 )
 _NOT_IN_GRAPHS = (*_OTHERS, *(op.default for op in _OTHERS))
 

@@ -41,17 +41,23 @@ void check_attention_core(const AttentionCore& a) {
   if (a.mask) check_float32("mask", *a.mask, a.q, {batch, rows, width});
   check_float32("logsumexp", a.logsumexp, a.q, {batch, rows, heads, queries});
   check_writable(kOp, "out", a.out);
-  const Tensor no_mask;
-  for (const Tensor* read : {&a.q, &a.k, &a.v, &a.bias, a.mask ? &*a.mask : &no_mask}) {
-    TORCH_CHECK(!may_alias(a.out, *read) && !may_alias(a.logsumexp, *read), kOp,
-                ": expected out and logsumexp without memory of an input, got some of it");
+  // Below autograd, and for plans that have all scratch in one storage: version counters don't matter.
+  const bool overwrites_q = !a.q.is_meta() && coincide(a.out, a.q);
+  const auto check_apart = [](bool apart, const char* name) {
+    TORCH_CHECK(apart, kOp, ": expected out and logsumexp without memory of ", name, ", got some of it");
+  };
+  for (const auto& [name, read] : {std::pair{"q", &a.q}, {"k", &a.k}, {"v", &a.v}}) {
+    check_apart((overwrites_q || !may_overlap(a.out, *read)) && !may_overlap(a.logsumexp, *read), name);
   }
-  TORCH_CHECK(!may_alias(a.out, a.logsumexp), kOp, ": expected out without memory of logsumexp, got some of it");
+  for (const auto& [name, read] : {std::pair{"bias", &a.bias}, {"mask", a.mask ? &*a.mask : nullptr}}) {
+    if (read) check_apart(!may_overlap(a.out, *read) && !may_overlap(a.logsumexp, *read), name);
+  }
+  check_apart(!may_overlap(a.out, a.logsumexp), "each other");
 }
 
 namespace {
 
-// For all backends but CUDA.
+// For all backends but CUDA, and for CUDA in a build without its kernels, where Triton's may run.
 bool refused(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias, const std::optional<Tensor>& mask,
              double /*scale*/, bool /*scaled*/, Tensor& out, Tensor& logsumexp) {
   check_attention_core({q, k, v, bias, mask, out, logsumexp});
@@ -65,8 +71,7 @@ TORCH_LIBRARY_FRAGMENT(myops, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(myops, CPU, m) { m.impl("_triangle_attention_core", refused); }
-TORCH_LIBRARY_IMPL(myops, Meta, m) { m.impl("_triangle_attention_core", refused); }
+TORCH_LIBRARY_IMPL(myops, CompositeExplicitAutograd, m) { m.impl("_triangle_attention_core", refused); }
 
 }  // namespace
 }  // namespace torchops::detail

@@ -129,15 +129,19 @@ std::optional<std::pair<uintptr_t, uintptr_t>> addresses(const at::Tensor& tenso
 
 }  // namespace
 
+bool may_overlap(const at::Tensor& written, const at::Tensor& read) {
+  if (written.device() != read.device()) return false;
+  const auto to = addresses(written), from = addresses(read);
+  return to && from && to->first < from->second && from->first < to->second;
+}
+
 bool may_alias(const at::Tensor& written, const at::Tensor& read) {
   if (!read.defined()) return false;
   if (written.is_same(read)) return true;
   // Views of one storage share a version counter. So autograd would take `read` for overwritten, wherever in the
   // storage the views are.
   if (written.has_storage() && read.has_storage() && written.is_alias_of(read)) return true;
-  if (written.device() != read.device()) return false;
-  const auto to = addresses(written), from = addresses(read);
-  return to && from && to->first < from->second && from->first < to->second;
+  return may_overlap(written, read);
 }
 
 }  // namespace torchops::detail

@@ -17,6 +17,9 @@ Overlap internal_overlap(const at::Tensor& tensor);
 /// What functorch's wrappers hold. Under vmap, that is all examples, which may be none and may overlap each other.
 at::Tensor unwrapped(at::Tensor tensor);
 
+/// Whether the address ranges of their elements meet. Without addresses, they do not.
+bool may_overlap(const at::Tensor& written, const at::Tensor& read);
+
 /// Whether writing `written` could change the values of `read`: they have the same storage, or two over the same memory
 /// (two from_dlpack() of one array), and their address ranges meet.
 bool may_alias(const at::Tensor& written, const at::Tensor& read);

@@ -8,15 +8,16 @@ known compilation is launched directly. `_core/triton/plan.py` goes further, and
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchops._core.triton import refusal
 
-__all__ = ["FP_FUSION", "Launch", "is_watched", "noting", "stream_of"]
+__all__ = ["FP_FUSION", "Call", "Launch", "is_watched", "launch_unless", "noting", "stream_of"]
 
 _MOST_KEPT = 4096  # keys; each new N adds one
 
@@ -25,8 +26,18 @@ FP_FUSION: dict[str, Any] = {"enable_fp_fusion": True}
 warns, where the option is not given, that the default will change."""
 
 
+class Call(NamedTuple):
+    """A launch, and the operator that may compute the same instead of it, with its arguments."""
+
+    launch: Launch
+    grid: tuple[int, int, int]
+    args: tuple[Any, ...]
+    operator: Callable[..., bool] | None = None
+    operands: tuple[Any, ...] = ()
+
+
 class _Noting(threading.local):
-    calls: list[tuple[Launch, tuple[int, int, int], tuple[Any, ...]]] | None = None
+    calls: list[Call] | None = None
     """The launches so far, if this thread notes its launches instead of making them."""
     device: torch.device | None = None
     """The device for which it notes them."""
@@ -53,7 +64,7 @@ class Launch:
     def __call__(self, grid: tuple[int, int, int], *args: Any) -> Any:
         """Returns the compilation, (run, function, metadata); None if Triton runs the kernel in another way."""
         if noting.calls is not None:
-            noting.calls.append((self, grid, args))
+            noting.calls.append(Call(self, grid, args))
             return None
         device = args[0].device
         key: list[Any] = [device]
@@ -81,6 +92,16 @@ class Launch:
             self._compiled.clear()
         self._compiled[made] = known = compiled.run, compiled.function, compiled.packed_metadata
         return known
+
+
+def launch_unless(
+    operator: Callable[..., bool], operands: tuple[Any, ...], launch: Launch, grid: tuple[int, int, int], *args: Any
+) -> None:
+    """Launches, unless the operator has computed the same from its own arguments: it returns whether it has."""
+    if noting.calls is not None:
+        noting.calls.append(Call(launch, grid, args, operator, operands))
+    elif not operator(*operands):
+        launch(grid, *args)
 
 
 def stream_of(device: torch.device) -> int:

@@ -1,4 +1,5 @@
-"""Plans: the launches of many Triton kernels, recorded once for tensors of given shapes.
+"""Plans: the launches of many Triton kernels, and the operators that may replace some, recorded once for tensors of
+given shapes.
 
 The host side of a function with several launches depends only on shapes, strides and dtypes: views of tensors, scratch
 memory, grids. So the function runs once with tensors without data, and its launches are recorded as a plan instead of
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchops._core.triton.launch import Launch, is_watched, noting, stream_of
+from torchops._core.triton.launch import Call, is_watched, noting, stream_of
 
 __all__ = ["Found", "Plan", "Plans", "UnplannableError"]
 
@@ -43,13 +44,65 @@ class _OnlyShapes(TorchDispatchMode):
         raise UnplannableError(str(func))
 
 
-class _Step(NamedTuple):
-    """A launch. The arguments in `pointers`, (index, tensor, bytes from its start, dtype), are filled in later."""
+class _Place(NamedTuple):
+    """Of a tensor among those of a run: the number of the one that has its memory, and where it is in there."""
 
-    launch: Launch
-    grid: tuple[int, int, int]
-    arguments: list[Any]
-    pointers: list[tuple[int, int, int, torch.dtype]]
+    number: int
+    offset: int
+    """In bytes."""
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def of(self, tensors: Sequence[Tensor | None], *, whole: bool) -> Tensor:
+        """With a shape of one element, unless `whole`, since kernels only see where a tensor starts."""
+        t = tensors[self.number]
+        assert t is not None
+        at = (t.storage_offset() * t.element_size() + self.offset) // self.dtype.itemsize
+        shape, stride = (self.shape, self.stride) if whole else ((1,), (1,))
+        return torch.empty(0, dtype=self.dtype, device=t.device).set_(t.untyped_storage(), at, shape, stride)
+
+
+class _Arguments:
+    """Arguments whose tensors are filled in when they are known."""
+
+    def __init__(self, args: Sequence[Any], place: Callable[[Tensor], _Place]) -> None:
+        self.places = [(i, place(t)) for i, t in enumerate(args) if isinstance(t, Tensor)]
+        self.template = [None if isinstance(t, Tensor) else t for t in args]
+
+    def of(self, tensors: Sequence[Tensor | None], *, whole: bool) -> list[Any]:
+        made = self.template.copy()
+        for i, place in self.places:
+            made[i] = place.of(tensors, whole=whole)
+        return made
+
+
+class _Step:
+    """A launch, or an operator that computes the same."""
+
+    def __init__(self, call: Call, place: Callable[[Tensor], _Place]) -> None:
+        self._launch, self._grid, self._operator = call.launch, call.grid, call.operator
+        self._args, self._operands = _Arguments(call.args, place), _Arguments(call.operands, place)
+
+    def first(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
+        """Runs it. What each later run needs: `()` for the operator, or else what `Launch` compiled. None if it has to
+        run like this again."""
+        if self.is_computed(tensors):
+            return ()
+        compiled = self.launch(tensors)
+        if compiled is None:
+            return None
+        run, function, metadata = compiled
+        template = [*self._args.template, *self._launch.constants]
+        pointers = [(i, place.number, place.offset) for i, place in self._args.places]
+        return run, *self._grid, function, metadata, template, pointers
+
+    def is_computed(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Whether the operator has computed it."""
+        return self._operator is not None and self._operator(*self._operands.of(tensors, whole=True))
+
+    def launch(self, tensors: Sequence[Tensor | None]) -> Any:
+        return self._launch(self._grid, *self._args.of(tensors, whole=False))
 
 
 class Plan:
@@ -61,7 +114,7 @@ class Plan:
         standing = [
             t if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors
         ]
-        calls: list[Any] = []
+        calls: list[Call] = []
         noting.calls, noting.device = calls, device
         try:
             with _OnlyShapes():
@@ -70,59 +123,49 @@ class Plan:
             noting.calls = noting.device = None
         numbers = {t.untyped_storage()._cdata: i for i, t in enumerate(standing) if t is not None}
         offsets, self._nbytes = _offsets(calls, numbers)
-        self._steps = []
-        for launch, grid, args in calls:
-            arguments, pointers = list(args), []
-            for i, t in enumerate(args):
-                if isinstance(t, Tensor):
-                    arguments[i] = None
-                    storage, at = t.untyped_storage()._cdata, int(t.storage_offset()) * t.element_size()
-                    number = numbers.get(storage, len(tensors))
-                    pointers.append((i, number, at + offsets.get(storage, 0), t.dtype))
-            self._steps.append(_Step(launch, grid, arguments, pointers))
-        # The compilation of each step, once all steps have run.
+
+        def place(t: Tensor) -> _Place:
+            storage, at = t.untyped_storage()._cdata, int(t.storage_offset()) * t.element_size()
+            number = numbers.get(storage, len(tensors))
+            return _Place(number, at + offsets.get(storage, 0), t.dtype, t.shape, t.stride())
+
+        self._steps = [_Step(call, place) for call in calls]
+        # What `_Step.first` returned, once all steps have run.
         self._compiled: list[tuple[Any, ...]] | None = None
 
     def run(self, tensors: Sequence[Tensor | None], pointers: list[int]) -> None:
         """Launches on the current stream of the device, which must be the current one. `pointers` are those of the
         tensors, 0 for None."""
         scratch = torch.empty(self._nbytes, dtype=torch.uint8, device=self.device)
+        given = [*tensors, scratch]
         if self._compiled is None or is_watched():
-            made = [step.launch(step.grid, *_arguments(step, [*tensors, scratch])) for step in self._steps]
-            if all(made):
-                self._compiled = [
-                    (run, *step.grid, function, metadata, [*step.arguments, *step.launch.constants],
-                     [pointer[:3] for pointer in step.pointers])
-                    for step, (run, function, metadata) in zip(self._steps, made, strict=True)
-                ]  # fmt: skip
+            compiled = [step.first(given) for step in self._steps]
+            known = [each for each in compiled if each is not None]
+            if len(known) == len(compiled):
+                self._compiled = known
             return
         places, stream = [*pointers, scratch.data_ptr()], stream_of(self.device)
-        for run, x, y, z, function, metadata, template, unknown in self._compiled:
+        for step, compiled_step in zip(self._steps, self._compiled, strict=True):
+            if not compiled_step:
+                # Its kernel may be refused at any time, by a driver without memory for example.
+                if not step.is_computed(given):
+                    step.launch(given)
+                continue
+            run, x, y, z, function, metadata, template, unknown = compiled_step
             arguments = template.copy()
             for i, number, offset in unknown:
                 arguments[i] = places[number] + offset
             run(x, y, z, stream, function, metadata, None, None, None, *arguments)
 
 
-def _arguments(step: _Step, tensors: Sequence[Tensor | None]) -> list[Any]:
-    """The arguments, with one-element tensors for the pointers, since kernels only see where a tensor starts."""
-    arguments = step.arguments.copy()
-    for i, number, offset, dtype in step.pointers:
-        t = tensors[number]
-        assert t is not None
-        at = t.storage_offset() * t.element_size() + offset
-        storage, size = t.untyped_storage(), dtype.itemsize
-        arguments[i] = torch.empty(0, dtype=dtype, device=t.device).set_(storage, at // size, (1,), (1,))
-    return arguments
-
-
-def _offsets(calls: list[Any], given: dict[int, int]) -> tuple[dict[int, int], int]:
+def _offsets(calls: list[Call], given: dict[int, int]) -> tuple[dict[int, int], int]:
     """Places all storages that are not given in a single one: their offsets, and its size in bytes. Larger storages
     come first, each at the lowest offset that is free while it is in use."""
     nbytes: dict[int, int] = {}
     used: dict[int, tuple[int, int]] = {}
-    for step, (*_, args) in enumerate(calls):
-        for storage in (t.untyped_storage() for t in args if isinstance(t, Tensor)):
+    for step, call in enumerate(calls):
+        tensors = (t for t in (*call.args, *call.operands) if isinstance(t, Tensor))
+        for storage in (t.untyped_storage() for t in tensors):
             name = storage._cdata
             if name not in given:
                 nbytes[name] = -(-storage.nbytes() // _UNIT) * _UNIT

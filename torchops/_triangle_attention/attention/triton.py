@@ -18,7 +18,7 @@ from torch import Tensor
 from torchops._core import devices
 from torchops._core.devices import on
 from torchops._core.info import allows_tf32
-from torchops._core.triton.launch import Launch, noting
+from torchops._core.triton.launch import Launch, launch_unless, noting
 from torchops._triangle_attention.attention import kernels, kernels_backward
 from torchops._triangle_attention.attention.arguments import Inputs, OutputMask, Saved
 from torchops._triangle_attention.attention.aten import features_adjacent
@@ -193,10 +193,7 @@ def forward(inputs: Inputs) -> Saved:
     out, lse = torch.empty_like(q), q.new_empty(inputs.sizes, dtype=torch.float32)
     bias = padded_bias(inputs.bias)
     with on(q.device):
-        prepared, saved = Prepared(q, k, v, bias, _mask_bias_of(inputs.mask, bias), inputs.scale), Saved(out, lse)
-        # By the kernel in CUDA (src/cuda/attention), if there is one that is faster for these.
-        if not (q.is_cuda and torch.ops.myops._triangle_attention_core(*prepared, *saved)):
-            attend(prepared, saved)
+        attend(Prepared(q, k, v, bias, _mask_bias_of(inputs.mask, bias), inputs.scale), Saved(out, lse))
     return Saved(cast(Tensor, _laid_out_like(out, inputs.q)), lse)
 
 
@@ -217,13 +214,15 @@ class Prepared(NamedTuple):
 
 
 def attend(inputs: Prepared, saved: Saved) -> None:
-    """The forward pass, which writes to `saved`."""
+    """The forward pass, which writes to `saved`: by the kernel in CUDA (src/cuda/attention), if there is one that is
+    faster for these. `saved.out` may be q."""
     q, k, v, bias, mask_bias, scale, scaled = inputs
     out, lse = saved
     batch, rows, heads, queries, d = q.shape
     launch = _launcher("forward", d, q.dtype, mask_bias is not None, allows_tf32(q.dtype), SCALED=scaled)
-    launch(
-        (_blocks(queries, launch.options["BLOCK_J"]), rows, batch * heads),
+    launch_unless(
+        torch.ops.myops._triangle_attention_core.default, (*inputs, *saved),
+        launch, (_blocks(queries, launch.options["BLOCK_J"]), rows, batch * heads),
         q, k, v, bias, lse if mask_bias is None else mask_bias, out, lse,
         _strides(q), _strides(k), _strides(v), bias.stride()[:3], _strides(out),
         rows, queries, k.shape[3], heads, scale, bias.shape[-1],

@@ -119,6 +119,11 @@ def _planned(
     return plan if isinstance(plan, Plan) else None
 
 
+def _kernel_path(x: Tensor) -> str | None:
+    """What decides, besides sizes, by which kernel a plan computes attention."""
+    return torch.ops.myops._kernel_path.default() if x.is_cuda else None
+
+
 def _fused_inputs(a: Arguments) -> Inputs:
     inputs = inputs_of(a)
     if reason := load("triton_fused").why_not(inputs):
@@ -147,7 +152,7 @@ def kept_kernel(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _update(keeps: bool, a: Arguments) -> list[Tensor]:
     given, low_memory = a.tensors, not keeps or wants_low_memory()
-    found = plans.find(("update", keeps, *a[3:], low_memory), given)
+    found = plans.find(("update", keeps, *a[3:], low_memory, _kernel_path(a.x)), given)
     if found.plan is None:
         check(_PUBLIC, a)
     made = [_empty_update(a)]
@@ -176,7 +181,7 @@ def _forward(inputs: Inputs, target: Tensor, kept: Kept | None, low_memory: bool
 def kernel_(*args: Any) -> None:
     a = Arguments._make((*args, True))
     x, given = a.x, a.tensors
-    found = plans.find(("overwrite", *a[3:6]), given)
+    found = plans.find(("overwrite", *a[3:6], _kernel_path(x)), given)
     if found.plan is None:
         check(_PUBLIC_, a)
         check_writable(_PUBLIC_, x)

@@ -76,7 +76,7 @@ def forward(inputs: Inputs, target: Tensor, kept: Kept | None, low_memory: bool 
             of_rows = None if mask_bias is None else mask_bias[:, rows]
             if kept is None:
                 assert lse is not None
-                saved = Saved(q, lse)
+                saved = Saved(q, lse[:, : rows.stop - rows.start])
                 o, o_at = qkv, (0, *Places(qkv).strides)
             else:
                 o, o_at = kept.product, Places(kept.product).at(b, rows, ending)
