@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import triangle_reference
-from dense_samples import (
-    DENSE_ERRORS,
-    DENSE_SAMPLES,
-    SIGMOID_ERRORS,
-    dense_reference,
-    sigmoid_samples,
+from dense_samples import DENSE_ERRORS, DENSE_SAMPLES, SIGMOID_ERRORS, dense_reference, sigmoid_samples
+from outer_product_samples import (
+    OUTER_PRODUCT_ERRORS,
+    OUTER_PRODUCT_SAMPLES,
+    outer_product_arguments,
+    outer_product_mean_reference,
 )
 from product_samples import (
     GATE_ERRORS,
@@ -40,12 +40,7 @@ from row_samples import (
     softmax_samples,
     softmax_smooth,
 )
-from samples import (
-    Arguments,
-    ErrorInput,
-    Sample,
-    overlap_errors,
-)
+from samples import Arguments, ErrorInput, Sample, overlap_errors
 from scaled_samples import (
     RESULTS,
     dense_scaled_reference,
@@ -155,7 +150,8 @@ class OpCase:
         return self.qualified.partition(".")[0]
 
     def devices(self) -> list[str]:
-        cuda = torch.cuda.is_available() and torch._C._dispatch_has_kernel_for_dispatch_key(self.qualified, "CUDA")
+        has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key  # perhaps one for any backend
+        cuda = torch.cuda.is_available() and has_kernel(self.qualified, "CUDA")
         return ["cpu", "cuda"] if cuda and capability(0) >= self.capability else ["cpu"]
 
     def pure(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -271,6 +267,16 @@ OPS = (
         layer_norm_smooth,
         mutates=0,
         twin="layer_norm",
+    ),
+    OpCase(
+        "outer_product_mean",
+        torchops.outer_product_mean,
+        outer_product_mean_reference,
+        OUTER_PRODUCT_SAMPLES,
+        OUTER_PRODUCT_ERRORS,
+        recomputes=None,
+        pack=outer_product_arguments,
+        slack=SLACK_OF_TRANSITIONS,
     ),
     OpCase(
         "triangle_attention",

@@ -127,6 +127,11 @@ def _transition(t: Make) -> Arguments:
     return arguments(t(4, 5, 7), norm_weight=t(7), **weights, down_bias=t(7))
 
 
+def _outer_product_mean(t: Make, bias: Tensor | None) -> Arguments:
+    norm = t(4, 5, 7, view=lambda n: n.abs() + 1)
+    return arguments(t(4, 3, 5, 2), t(4, 3, 7, 3), t(9, 6), bias, norm)
+
+
 # Sizes that two ranks cannot share evenly.
 BUILD: dict[str, Callable[[Make], Arguments]] = {
     "dense": lambda t: arguments(t(4, 5, 7), t(9, 7), t(9)),
@@ -136,6 +141,8 @@ BUILD: dict[str, Callable[[Make], Arguments]] = {
     "gate no bias": lambda t: arguments(t(4, 5, 9), t(4, 5, 7), t(9, 7)),
     "glu": lambda t: arguments(t(4, 5, 7), t(9, 7), t(9, 7), t(9), t(9)),
     "glu gate bias": lambda t: arguments(t(4, 5, 7), t(9, 7), t(9, 7), None, t(9), activation="silu"),
+    "outer_product_mean": lambda t: _outer_product_mean(t, t(9)),
+    "outer_product_mean no bias": lambda t: _outer_product_mean(t, None),
     "sigmoid": lambda t: arguments(t(4, 5, 7)),
     "square_matmul": lambda t: arguments(t(4, 5, 7), t(7, 7)),
     "square_matmul transposed": lambda t: arguments(t(4, 5, 7), t(7, 7), transpose_b=True),
@@ -197,6 +204,17 @@ LINES: dict[str, str] = {
     "glu gate bias": """
         S1 R R R -> S1
         R S0 S0 S0 -> S2
+    """,
+    "outer_product_mean": """
+        R R R R R -> R
+        S0 S0 R R S0 -> S0
+        S2 R R R S1 -> S1
+        R S2 R R S2 -> S2
+        R R S0 S0 R -> S3
+    """,
+    "outer_product_mean no bias": """
+        S0 S0 R S0 -> S0
+        S1 S1 R R -> P
     """,
     "sigmoid": """
         R -> R

@@ -134,6 +134,23 @@ def test_numbers_of_gates() -> None:
     assert training(glu, x, w, wg) == 2 + 6
 
 
+def test_numbers_of_outer_products() -> None:
+    """3 * 4 * 5 * 6 of them, sums over 7 sequences, to 8 features. Backward computes them again for two gradients."""
+    shapes = (7, 3, 5), (7, 4, 6), (8, 30), (8,), (3, 4)
+    outer = 2 * 3 * 4 * 30
+    for asked in itertools.product([False, True], repeat=5):
+        tensors = [torch.rand(shape, requires_grad=ask) for shape, ask in zip(shapes, asked, strict=True)]
+        da, db, dweight, dbias, dnorm = asked
+        again, back = dweight or dnorm, da or db or dnorm
+        expected = outer * (7 * (1 + again + da + db) + 8 * (1 + back + dweight))
+        out = torchops.outer_product_mean(*tensors)
+        if any(asked):
+            assert flops(lambda: torchops.outer_product_mean(*tensors).sum().backward()) == expected
+        else:
+            assert flops(lambda: torchops.outer_product_mean(*tensors)) == outer * 15
+        assert out.shape == (3, 4, 8)
+
+
 def test_by_operator_and_module() -> None:
     model = torch.nn.Sequential(torchops.nn.Dense(7, 5), torch.nn.Linear(5, 3))
     with FlopCounterMode(display=False) as counter:

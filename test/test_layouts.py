@@ -26,6 +26,11 @@ def arguments_of(op: OpCase, x: Tensor) -> list[Any]:
     if op.name == "triangle_attention":
         q = x.unflatten(-2, (1, -1, 1, 8))
         return [q, q, q, random_like(x.new_empty(1, 1, 1, 8, 8), 5)]
+    if op.name == "outer_product_mean":
+        a = x.unflatten(-2, (-1, 8))
+        b, norm = random_like(a[..., :2, :3].contiguous(), 5), x.new_ones(*x.shape[:-2], 8, 2)
+        weight = random_like(x.new_empty(4, 3 * x.shape[-1]), 6) / x.shape[-2]
+        return [a, b, weight, random_like(x.new_empty(4), 7), norm]
     n = x.shape[-1]
     matrix, vector = random_like(x.new_empty(n, n), 5), random_like(x.new_empty(n), 6)
     if not op.differentiable:

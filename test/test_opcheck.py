@@ -111,6 +111,17 @@ def _gate_helpers() -> list[tuple[str, tuple[Any, ...]]]:
     ]
 
 
+def _outer_product_helpers() -> list[tuple[str, tuple[Any, ...]]]:
+    shapes = (2, 3, 4, 7), (2, 5, 3, 2), (2, 5, 4, 3), (7, 6), (2, 3, 4)
+    *tensors, norm = (random_like(torch.empty(shape), seed) for seed, shape in enumerate(shapes))
+    low, norm = [t.bfloat16() for t in tensors], norm.abs() + 1
+    return [
+        ("_outer_product_mean_backward", (*tensors, norm, [True] * 4)),
+        ("_outer_product_mean_backward", (*low, norm, [False, True, False, True])),
+        ("_outer_product_mean_backward", (*low, None, [True, False, True, False])),
+    ]
+
+
 def _helpers() -> list[tuple[str, tuple[Any, ...]]]:
     """The operators that only the library calls, and arguments for them."""
     x, grad = (random_like(torch.empty(3, 4, 5), seed) for seed in (1, 2))
@@ -129,6 +140,7 @@ def _helpers() -> list[tuple[str, tuple[Any, ...]]]:
         ("_dense_gradients", (grad.mT.contiguous().mT, y, z[:1].expand(3, 4, 7), w, [False, True, True])),
         ("_dense_gradients", (grad, y, z, w.t().contiguous().t(), [True, False, False])),
         *_gate_helpers(),
+        *_outer_product_helpers(),
         ("_dense_on_path", (z, w, None, "cublas")),
         ("_keeps_products", (z, w, True)),
         ("_linear", (z, w, None)),

@@ -128,6 +128,15 @@ def transition_call(draw: Draw) -> Call:
     )
 
 
+def outer_product_mean_call(draw: Draw) -> Call:
+    batch, *sizes = draw(st.sampled_from([(), (), (2,), (3, 1), (0,)])), *(draw(SIZE) for _ in range(6))
+    s, n, m, c, d, out = sizes
+    assume(n * c * m * d <= 1 << 17)
+    bias = (out,) if draw(st.booleans()) else None
+    norm = (*batch, n, m) if draw(st.booleans()) else None
+    return Call(((*batch, s, n, c), (*batch, s, m, d), (out, c * d), bias, norm), lambda t: arguments(*t), wide=(4,))
+
+
 CALLS: dict[str, Callable[[Draw], Call]] = {
     "dense": dense_call,
     "gate": gate_call,
@@ -136,6 +145,7 @@ CALLS: dict[str, Callable[[Draw], Call]] = {
     "square_matmul": square_matmul_call,
     "softmax": softmax_call,
     "layer_norm": layer_norm_call,
+    "outer_product_mean": outer_product_mean_call,
     "transition": transition_call,
 }
 

@@ -5,8 +5,8 @@ doesn't import it, since that would take a third of a second where Triton is ins
 
 A formula gets the arguments of an operator that it names, with shapes instead of tensors, and returns multiplications
 plus additions. Operators without a formula (softmax, layer_norm, sigmoid) count as nothing, as ATen's do. The gradients
-are ATen's ``mm`` or operators that are listed here. Those of gate, glu, transition and the triangle update compute
-products of the forward pass again, which counts.
+are ATen's ``mm`` or operators that are listed here. Those of gate, glu, transition, the outer product mean and the
+triangle update compute products of the forward pass again, which counts.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = [
     "dense_gradients_flops",
     "gate_flops",
     "glu_flops",
+    "outer_product_mean_flops",
     "square_matmul_flops",
     "transition_flops",
     "triangle_attention_flops",
@@ -135,6 +136,35 @@ def transition_backward_flops(
     return products * dense_flops(x, gate_weight)
 
 
+def outer_product_mean_flops(
+    a: Sequence[int], b: Sequence[int], weight: Sequence[int], *args: Any, **kwargs: Any
+) -> int:
+    """``2 * batch * N * M * C * D * (S + O)``.
+
+    Example:
+
+        >>> torchops.flops.outer_product_mean_flops((4, 5, 2), (4, 6, 3), (7, 6))
+        3960
+    """
+    return _outer_product_flops(a, b, weight, 1, 1)
+
+
+def _outer_product_flops(a: Sequence[int], b: Sequence[int], weight: Sequence[int], sums: int, layers: int) -> int:
+    """`sums` over the sequences and `layers` of the weight, for each of the outer products."""
+    *batch, s, n, _ = a
+    return 2 * prod(batch) * n * b[-2] * weight[1] * (s * sums + weight[0] * layers)
+
+
+def outer_product_mean_backward_flops(
+    a: Sequence[int], b: Sequence[int], weight: Sequence[int], output_mask: Sequence[bool]
+) -> int:
+    """The outer products again if the gradient of ``weight`` or ``norm`` reads them, one product back through the
+    weight, and one for each of ``a``, ``b`` and ``weight``; but none that only a gradient reads which ``output_mask``
+    does not ask for."""
+    da, db, dweight, dnorm = output_mask
+    return _outer_product_flops(a, b, weight, (dweight or dnorm) + da + db, (da or db or dnorm) + dweight)
+
+
 def triangle_multiplicative_update_flops(
     x: Sequence[int], *args: Any, p_in_weight: Sequence[int], **kwargs: Any
 ) -> int:
@@ -235,6 +265,8 @@ _OPERATORS: dict[Callable[..., int], list[str]] = {
     glu_flops: ["glu", "_glu"],
     glu_backward_flops: ["_glu_backward"],
     square_matmul_flops: ["square_matmul", "square_matmul_"],
+    outer_product_mean_flops: ["outer_product_mean"],
+    outer_product_mean_backward_flops: ["_outer_product_mean_backward"],
     transition_flops: ["transition", "add_transition_", "_add_transition", "_transition"],
     transition_backward_flops: ["_transition_backward"],
     triangle_multiplicative_update_flops: ["triangle_multiplicative_update", "add_triangle_multiplicative_update_"],

@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 
 __all__ = ["export", "translation_table"]
 
-_FLOAT, _FLOAT16, _BOOL = 1, 10, 9  # of onnx.TensorProto
+_FLOAT, _FLOAT16, _BOOL, _DOUBLE = 1, 10, 9, 11  # of onnx.TensorProto
 
 
 def export(
@@ -199,6 +199,16 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         update = gate(_linear(o, p_out, p_out_bias), z, g_out, g_out_bias)
         return added(x, update, add_residual), op.Constant(value_floats=[])  # o is kept for gradients alone
 
+    def outer_product_mean(a: Any, b: Any, weight: Any, bias: Any = None, norm: Any = None) -> Any:
+        if a.dtype not in (_FLOAT, _DOUBLE):  # runtimes have no Einsum of them, and sums in float16 may overflow
+            a, b = op.Cast(a, to=_FLOAT), op.Cast(b, to=_FLOAT)
+        outer = op.Einsum(a, b, equation="...sic,...sjd->...ijcd")
+        joined = op.Constant(value_ints=[0] * (len(a.shape) - 1) + [weight.shape[1]])  # 0: as it is
+        outer = op.Reshape(outer, joined)
+        if norm is not None:
+            outer = op.Div(outer, op.Unsqueeze(op.CastLike(norm, outer), op.Constant(value_ints=[-1])))
+        return _linear(outer, weight, bias)
+
     def triangle_attention(q: Any, k: Any, v: Any, bias: Any, mask: Any = None, scale: float | None = None) -> Any:
         return attention(q, k, v, bias, mask, max(q.shape[-1], 1) ** -0.5 if scale is None else scale, len(q.shape))
 
@@ -243,7 +253,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     translations = (
         *(_linear, dense, gate, glu, sigmoid, square_matmul, softmax, layer_norm, transition, _add_transition),
-        *(triangle_multiplicative_update, _triangle_multiplicative_update),
+        *(outer_product_mean, triangle_multiplicative_update, _triangle_multiplicative_update),
         *(triangle_attention, _triangle_attention_update),
     )
     return {getattr(torch.ops.myops, translation.__name__).default: translation for translation in translations}

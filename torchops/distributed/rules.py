@@ -198,6 +198,44 @@ def _glu_backward(
     return ways
 
 
+def _outer_product_places(a: Any) -> list[tuple[Any, ...]]:
+    """Of a, b, weight, norm and the result: cut along a batch dimension, the rows, the columns, the features out, or
+    the sequences, of which each rank then has a part of the sum."""
+    batch = a.ndim - 3
+    cut = [Shard(batch + i) for i in range(3)]
+    return [
+        (REPLICATE, REPLICATE, REPLICATE, REPLICATE, REPLICATE),
+        *((p, p, REPLICATE, p, p) for p in sharded(a, range(batch))),
+        (cut[1], REPLICATE, REPLICATE, cut[0], cut[0]),
+        (REPLICATE, cut[1], REPLICATE, cut[1], cut[1]),
+        (REPLICATE, REPLICATE, Shard(0), REPLICATE, cut[2]),
+        (cut[0], cut[0], REPLICATE, REPLICATE, Partial()),
+    ]
+
+
+def _outer_product_mean(a: Any, b: Any, weight: Any, bias: Any = None, norm: Any = None) -> list[Way]:
+    return [
+        ([out], [of_a, of_b, of_weight, if_given(bias, of_weight), if_given(norm, of_norm)])
+        for of_a, of_b, of_weight, of_norm, out in _outer_product_places(a)
+        if bias is None or not out.is_partial()
+    ]
+
+
+def _outer_product_mean_backward(
+    grad: Any, a: Any, b: Any, weight: Any, norm: Any, output_mask: Sequence[bool]
+) -> list[Way]:
+    ways = []
+    for places in _outer_product_places(a):
+        *arguments, out = places
+        # The gradient of what every rank has whole is a sum of the ranks' parts, unless all have the same.
+        parts = any(p != REPLICATE for p in places)
+        gradients = [Partial() if parts and p == REPLICATE else p for p in arguments]
+        of_a, of_b, of_weight, of_norm = arguments
+        given = [REPLICATE if out.is_partial() else out, of_a, of_b, of_weight, if_given(norm, of_norm), None]
+        ways.append((where_wanted(output_mask, gradients), given))
+    return ways
+
+
 def _linear_in(a: Any) -> list[Any]:
     # A product with parts of a sum gives the parts of a sum.
     return [REPLICATE, *sharded(a, range(a.ndim - 1)), Partial()]
@@ -280,6 +318,7 @@ _of_tensors: dict[str, Callable[..., list[Way]]] = {
     "glu": _glu,
     "_glu": _glu_with_products,
     "_linear": _dense,
+    "outer_product_mean": _outer_product_mean,
     "_saved_copy": _saved_copy,
     "sigmoid": _sigmoid,
     "sigmoid_": _sigmoid_,
@@ -298,6 +337,7 @@ _of_lists: dict[str, tuple[Callable[..., list[Way]], int]] = {
     "_dense_gradients": (_dense_gradients, 4),
     "_gate_backward": (_gate_backward, 5),
     "_glu_backward": (_glu_backward, 6),
+    "_outer_product_mean_backward": (_outer_product_mean_backward, 5),
     "layer_norm": (_layer_norm, 1),
     "layer_norm_": (_layer_norm_, 1),
     "_layer_norm": (_layer_norm_moments, 1),

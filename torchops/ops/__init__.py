@@ -5,8 +5,8 @@ as it treats the operators. In-place functions return their first argument, as P
 return nothing.
 
 All tensors of a call share one device and one dtype, except that ``gate``, ``gate_`` and ``glu`` also take float32
-inputs with 16-bit weights, and ``layer_norm`` and ``layer_norm_`` a float32 ``weight`` and ``bias`` with a 16-bit
-``x``. The dtypes float32, float64, float16 and bfloat16 are supported.
+inputs with 16-bit weights, ``layer_norm`` and ``layer_norm_`` a float32 ``weight`` and ``bias`` with a 16-bit ``x``,
+and ``outer_product_mean`` a float32 ``norm``. The dtypes float32, float64, float16 and bfloat16 are supported.
 
 Invalid arguments raise an error that names the operator, the argument, what was expected and what was passed. It is a
 ``TypeError`` for an argument of a wrong type, such as a number instead of a tensor. Nothing is modified then.
@@ -14,9 +14,9 @@ Invalid arguments raise an error that names the operator, the argument, what was
 The same call gives the same bits in every run, for the same shapes, strides and alignment, number of threads, device
 and build. A row may have other bits in a batch of another size, where another kernel is faster.
 
-``torch.autocast`` casts as for the PyTorch functions that these replace. ``dense`` and ``square_matmul`` run in its
-lower precision; ``softmax`` and ``layer_norm`` in float32 on a GPU, and in the dtype of ``x`` on the CPU; ``sigmoid``
-in the dtype of ``x``. For ``gate`` and ``glu``, autocast casts the weights, and inputs unless they are float32. An
+``torch.autocast`` casts as for the PyTorch functions that these replace. ``dense``, ``square_matmul`` and
+``outer_product_mean`` run in its lower precision; ``softmax`` and ``layer_norm`` in float32 on a GPU, and in the dtype
+of ``x`` on the CPU; ``sigmoid`` in the dtype of ``x``. For ``gate`` and ``glu``, autocast casts the weights, and inputs unless they are float32. An
 in-place operator keeps the dtype of its first argument, and the others are cast to that; those of a float32 ``gate_``
 as for ``gate``.
 """
@@ -27,6 +27,7 @@ from torchops.ops.matmul import square_matmul, square_matmul_
 from torchops.ops.pair import (
     add_transition_,
     add_triangle_multiplicative_update_,
+    outer_product_mean,
     transition,
     triangle_multiplicative_update,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "glu_scaled",
     "layer_norm",
     "layer_norm_",
+    "outer_product_mean",
     "sigmoid",
     "sigmoid_",
     "softmax",

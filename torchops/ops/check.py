@@ -23,6 +23,7 @@ from torchops.ops.matmul import square_matmul, square_matmul_
 from torchops.ops.pair import (
     add_transition_,
     add_triangle_multiplicative_update_,
+    outer_product_mean,
     transition,
     triangle_multiplicative_update,
 )
@@ -91,6 +92,10 @@ def _triangle(x: Tensor, p_in: Tensor, g_in: Tensor, p_out: Tensor, g_out: Tenso
     return F.linear(F.layer_norm(o, o.shape[-1:]), p_out) * torch.sigmoid(F.linear(z, g_out))
 
 
+def _outer_product_mean(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(torch.einsum("sic,sjd->ijcd", a, b).flatten(-2), weight, bias)
+
+
 def _attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5 + bias, -1).to(v.dtype) @ v
 
@@ -129,6 +134,8 @@ def _cases() -> Iterator[_Case]:
     update, adding = triangle_multiplicative_update, add_triangle_multiplicative_update_
     yield _Case(update, _triangle, of_triangle, keywords=_OF_TRIANGLE)
     yield _Case(adding, partial(_added, _triangle), of_triangle, True, _OF_TRIANGLE)
+    projected = (_D, _N, _D)
+    yield _Case(outer_product_mean, _outer_product_mean, (projected, projected, (_FEATURES, _D * _D), vector))
     yield _Case(triangle_attention, _attention, (heads, heads, heads, (1, 1, _HEADS, _N, _N)))
 
 

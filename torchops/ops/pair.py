@@ -1,5 +1,5 @@
-"""Operators of the pair layer of AlphaFold-style models: triangle updates of pair tensors ``(*batch, N, N, c)``, and
-the transition. For dtypes, errors and autocast see :mod:`torchops.ops`."""
+"""Operators of the pair layer of AlphaFold-style models: triangle updates of pair tensors ``(*batch, N, N, c)``, the
+transition, and the outer product mean, which makes pairs of sequences. For dtypes, errors and autocast see :mod:`torchops.ops`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from torch import Tensor
 from torchops._core import trace
 from torchops._core.errors import with_type_errors
 
-__all__ = ["add_transition_", "add_triangle_multiplicative_update_", "transition", "triangle_multiplicative_update"]
+__all__ = [
+    "add_transition_",
+    "add_triangle_multiplicative_update_",
+    "outer_product_mean",
+    "transition",
+    "triangle_multiplicative_update",
+]
 
+_outer_product_mean = torch.ops.myops.outer_product_mean
 _transition = torch.ops.myops.transition
 _transition_ = torch.ops.myops.add_transition_
 _triangle_multiplicative_update = torch.ops.myops.triangle_multiplicative_update
@@ -29,6 +36,52 @@ trace.refuse(
     "_triangle_rows_out_backward",
     "_triangle_rows_parameter_gradients",
 )
+
+
+@with_type_errors
+def outer_product_mean(
+    a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Tensor | None = None
+) -> Tensor:
+    """The outer product mean of AlphaFold and its successors, after its layer norm and projections, as one operator
+    (`Abramson et al. 2024 <https://doi.org/10.1038/s41586-024-07487-w>`_, supplement, algorithm 9; `Jumper et al. 2021
+    <https://doi.org/10.1038/s41586-021-03819-2>`_, supplement, algorithm 10).
+
+    .. code-block:: text
+
+        outer[i, j, c * D + d] = sum over s of a[s, i, c] * b[s, j, d]
+        out[i, j] = weight @ (outer[i, j] / norm[i, j]) + bias
+
+    Args:
+        a: left projection of ``S`` sequences, of shape ``(*batch, S, N, C)``, with any number of batch dimensions. To
+            leave out positions of sequences, set them to 0 here and in ``b``.
+        b: right projection, of shape ``(*batch, S, M, D)``.
+        weight: of shape ``(O, C * D)``.
+        bias: of shape ``(O,)``, or ``None``.
+        norm: divisors of shape ``(*batch, N, M)``, such as the number of sequences that have both positions, at least
+            1; or ``None``, for sums.
+
+    Dtypes: float32, float64, float16 or bfloat16, one for all arguments. If that is float16 or bfloat16, ``norm`` may
+    be float32. ``torch.autocast`` casts the others to its lower precision, and leaves a float32 ``norm`` as it is. In
+    float16, no sum over sequences may exceed 65504.
+
+    Memory: the result, and two tensors of scratch, each of at most 4 MiB on the CPU and 32 MiB on a GPU, but of at
+    least one row ``i``, in which the outer products are computed. ``a``, ``b`` and ``weight`` are copied if a matmul
+    cannot read them as they are. Backward reads the arguments and computes the outer products again, in the same way.
+    Under ``torch.func``, in forward mode and for second derivatives, the outer products of all pairs exist.
+
+    Returns:
+        A new contiguous tensor of shape ``(*batch, N, M, O)`` and the dtype of ``a``.
+
+    Raises:
+        RuntimeError: the shapes do not match; devices differ; or dtypes are not supported together.
+
+    Example:
+
+        >>> a, b, weight = torch.randn(4, 5, 2), torch.randn(4, 6, 3), torch.randn(7, 6)
+        >>> torchops.outer_product_mean(a, b, weight, norm=torch.full((5, 6), 4.0)).shape
+        torch.Size([5, 6, 7])
+    """
+    return _outer_product_mean(a, b, weight, bias, norm)
 
 
 @with_type_errors
