@@ -16,7 +16,6 @@ from dense_samples import DENSE_ERRORS, DENSE_SAMPLES, SIGMOID_ERRORS, dense_ref
 from outer_product_samples import (
     OUTER_PRODUCT_ERRORS,
     OUTER_PRODUCT_SAMPLES,
-    outer_product_arguments,
     outer_product_mean_reference,
 )
 from product_samples import (
@@ -275,7 +274,6 @@ OPS = (
         OUTER_PRODUCT_SAMPLES,
         OUTER_PRODUCT_ERRORS,
         recomputes=None,
-        pack=outer_product_arguments,
         slack=SLACK_OF_TRANSITIONS,
     ),
     OpCase(

@@ -31,11 +31,6 @@ def outer_product_mean_reference(
     return F.linear(outer, weight, bias)
 
 
-def outer_product_arguments(*values: Tensor) -> Arguments:
-    """Of any values, of which divisors near 0 would leave few digits."""
-    return arguments(*values[:4], *(norm.square() + 1 for norm in values[4:]))
-
-
 def _at_least_1(base: Tensor) -> Tensor:
     return base.abs() + 1
 
@@ -89,7 +84,7 @@ OUTER_PRODUCT_SAMPLES = (
     Sample("float32_norm", lambda t: _changed(t, norm=wide(t, 5, 6).abs().add(1).detach()), leaves=False),
     Sample("four_dims", lambda t: _of(t, 3, 4, 5, 3, 2, 5, batch=(2,))),
     Sample("five_dims", lambda t: _of(t, 3, 4, 3, 3, 5, 2, batch=(2, 3), norm=False)),
-    Sample("one", lambda t: _of(t, 1, 1, 1, 1, 1, 1)),
+    Sample("one_pair", lambda t: _of(t, 1, 1, 1, 1, 1, 1)),
     Sample("one_sequence", lambda t: _of(t, 1, 3, 5, 3, 3, 3)),
     Sample("permuted", lambda t: _changed(t, a=t(2, 5, 4, view=swapped), b=t(3, 6, 4, view=swapped))),
     Sample("positions_first", lambda t: _changed(t, a=t(5, 4, 2, view=_swap_first), b=t(6, 4, 3, view=_swap_first))),

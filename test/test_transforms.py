@@ -54,6 +54,8 @@ def of_tensors(case: OpCase, reference: bool) -> Callable[..., Tensor]:
     def function(*tensors: Tensor) -> Tensor:
         first, *rest = tensors
         first = first * 1.5
+        if case.name == "outer_product_mean":  # divisors near 0 would leave few digits
+            rest[-1] = rest[-1].square() + 1
         return case.call(op, first, *([[5]] if case.name.startswith("layer_norm") else []), *rest)
 
     return function

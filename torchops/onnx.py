@@ -203,8 +203,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         if a.dtype not in (_FLOAT, _DOUBLE):  # runtimes have no Einsum of them, and sums in float16 may overflow
             a, b = op.Cast(a, to=_FLOAT), op.Cast(b, to=_FLOAT)
         outer = op.Einsum(a, b, equation="...sic,...sjd->...ijcd")
-        joined = op.Constant(value_ints=[0] * (len(a.shape) - 1) + [weight.shape[1]])  # 0: as it is
-        outer = op.Reshape(outer, joined)
+        joined = op.Concat(op.Shape(outer, start=0, end=-2), op.Constant(value_ints=[weight.shape[1]]), axis=0)
+        outer = op.Reshape(outer, joined, allowzero=1)
         if norm is not None:
             outer = op.Div(outer, op.Unsqueeze(op.CastLike(norm, outer), op.Constant(value_ints=[-1])))
         return _linear(outer, weight, bias)

@@ -1,6 +1,9 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 
+#include <numeric>
+#include <vector>
+
 #include "autograd/autocast.h"
 #include "autograd/functional.h"
 #include "autograd/linear.h"
@@ -60,6 +63,13 @@ class WrittenOut {
   Tensor h_;
 };
 
+// Not of a matrix of all pairs: DTensor merges no dimensions of which a later one is sharded unevenly.
+Tensor sum_of_pairs(const Tensor& grad) {
+  std::vector<int64_t> dims(grad.dim() - 1);
+  std::iota(dims.begin(), dims.end(), 0);
+  return grad.sum(dims);
+}
+
 struct OuterProductMean : torch::autograd::Function<OuterProductMean> {
   static constexpr bool is_traceable = true;
 
@@ -84,7 +94,7 @@ struct OuterProductMean : torch::autograd::Function<OuterProductMean> {
       std::tie(da, db, dweight, dnorm) =
           detail::outer_product_mean_backward(grads[0], saved[0], saved[1], saved[2], norm, output_mask);
     }
-    if (has_bias && ctx->needs_input_grad(3)) dbias = bias_gradient(grads[0]);
+    if (has_bias && ctx->needs_input_grad(3)) dbias = sum_of_pairs(grads[0]);
     const auto if_asked = [](bool asked, const Tensor& gradient) { return asked ? gradient : Tensor(); };
     return {if_asked(for_a, da), if_asked(for_b, db), if_asked(for_weight, dweight), dbias, if_asked(for_norm, dnorm)};
   }

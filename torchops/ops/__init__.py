@@ -16,9 +16,9 @@ and build. A row may have other bits in a batch of another size, where another k
 
 ``torch.autocast`` casts as for the PyTorch functions that these replace. ``dense``, ``square_matmul`` and
 ``outer_product_mean`` run in its lower precision; ``softmax`` and ``layer_norm`` in float32 on a GPU, and in the dtype
-of ``x`` on the CPU; ``sigmoid`` in the dtype of ``x``. For ``gate`` and ``glu``, autocast casts the weights, and inputs unless they are float32. An
-in-place operator keeps the dtype of its first argument, and the others are cast to that; those of a float32 ``gate_``
-as for ``gate``.
+of ``x`` on the CPU; ``sigmoid`` in the dtype of ``x``. For ``gate`` and ``glu``, autocast casts the weights, and inputs
+unless they are float32. An in-place operator keeps the dtype of its first argument, and the others are cast to that;
+those of a float32 ``gate_`` as for ``gate``.
 """
 
 from torchops.ops.attention import AttentionWeights, triangle_attention, triangle_attention_update

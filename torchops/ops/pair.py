@@ -1,5 +1,6 @@
 """Operators of the pair layer of AlphaFold-style models: triangle updates of pair tensors ``(*batch, N, N, c)``, the
-transition, and the outer product mean, which makes pairs of sequences. For dtypes, errors and autocast see :mod:`torchops.ops`."""
+transition, and the outer product mean, which makes pairs of sequences. For dtypes, errors and autocast see
+:mod:`torchops.ops`."""
 
 from __future__ import annotations
 
