@@ -257,4 +257,4 @@ def test_parts_of_boltz(training: bool) -> None:
                 leaf = args[0].clone().requires_grad_()
                 out = part(leaf, *args[1:], **more)
                 results.append([out, *torch.autograd.grad(out, [leaf, *part.parameters()], random_like(out, 5))])
-            assert_all_close(*results, atol=1e-5, rtol=1e-4)
+            assert_all_close(*results, atol=3e-5, rtol=5e-4)

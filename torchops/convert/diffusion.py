@@ -1,8 +1,7 @@
 """The layer of a diffusion transformer of a public package (Abramson et al. 2024, algorithms 23 to 26), and attention
 with pair bias (algorithm 24), and their replacements.
 
-They compute in the released dtypes, with PyTorch's fused attention:
-with bias b, q and k of `heads` heads of d features, and a mask m of 0 and 1,
+They compute in the released dtypes. With bias b, q and k of `heads` heads of d features, and a mask m of 0 and 1,
 
     a = softmax(q @ k.T / sqrt(d) + b + (1 - m) * -inf) @ v
 """
@@ -51,32 +50,42 @@ OF_LAYER = Layers(
     }
 )
 
-# PyTorch's fused kernel copies an additive mask in every call unless its rows are of a multiple of this.
-_ROW = 8
-
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, inf: float, samples: int) -> Tensor:
     """The result, `(batch, queries, heads * d)`, in the dtype of `v`.
 
-    Computed in float32, as released. The products have the digits of float32: PyTorch's fused kernel splits its factors
-    whatever ``torch.backends.cuda.matmul.allow_tf32`` is.
+    Computed in float32, as released: on a GPU by the attention of triangles, whose rows are the samples; on the CPU by
+    PyTorch's, which is faster there.
 
     Args:
         q: `(batch, queries, heads, d)`. `k` and `v`: the same with keys.
         bias: `(batch / samples, queries, keys, heads)`; each repeats for the `samples` that follow one another.
         mask: `(batch, keys)`, 1 for keys to keep.
     """
-    scores = bias.permute(0, 3, 1, 2).float().contiguous()
-    if samples > 1 and scores.shape[0] > 1:
-        scores = scores.repeat_interleave(samples, 0)
-    scores = scores + (1 - once(mask)[:, None, None].float()) * -inf
+    mask, bias = once(mask).float(), bias.permute(0, 3, 1, 2).float()
+    rows = len(q) // max(len(bias), 1)
     with torch.autocast("cuda", enabled=False):
         q, k, by_keys = (t.float().transpose(1, 2) for t in (q, k, v))
-        if more := -k.shape[2] % _ROW:
-            k, by_keys = (F.pad(t, (0, 0, 0, more)) for t in (k, by_keys))
-            scores = F.pad(scores, (0, more), value=-torch.inf)
-        o = F.scaled_dot_product_attention(q, k, by_keys, attn_mask=scores)
+        if _takes_triangles(q, k, bias, mask):
+            kept = None
+            if rows == 1 or len(mask) == 1:
+                bias = bias + (1 - mask[:, None, None]) * -inf
+            else:  # adding -inf leaves the keys of the greatest mask
+                kept = (mask == mask.amax(-1, keepdim=True)).unflatten(0, (-1, rows))[:, :, None, None]
+            q, k, by_keys = (t.unflatten(0, (-1, rows)) for t in (q, k, by_keys))
+            o = _OPS.triangle_attention(q, k, by_keys, bias.unsqueeze(1).contiguous(), kept).flatten(0, 1)
+        else:
+            if samples > 1 and len(bias) > 1:
+                bias = bias.repeat_interleave(samples, 0)
+            scores = (bias + (1 - mask[:, None, None]) * -inf).contiguous()
+            o = F.scaled_dot_product_attention(q, k, by_keys, attn_mask=scores)
     return o.transpose(1, 2).to(v.dtype).flatten(2)
+
+
+def _takes_triangles(q: Tensor, k: Tensor, bias: Tensor, mask: Tensor) -> bool:
+    """Whether the operator computes this, which broadcasts no batch, and does so faster than PyTorch."""
+    fits = len(q) == len(k) and len(bias) > 0 and len(q) % len(bias) == 0 and len(mask) in (1, len(q))
+    return q.is_cuda and len(q) > 0 and fits and _are_plain(q, k, bias, mask)
 
 
 def once(x: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from torchops._core.report import Match
 from torchops.convert.declared import swap_classes
 from torchops.convert.registry import Declared, Example, Factory, Turn, swapper
 from torchops.nn.gates import packed_glu
-from torchops.nn.layers import as_parameters
-from torchops.ops import gate, glu
+from torchops.nn.layers import as_parameters, does_more
+from torchops.ops import gate, glu, layer_norm
 
 
 class Operators(nn.Module):
@@ -61,6 +61,14 @@ def _gated(v: Tensor, x: Tensor, layer: Any) -> Tensor:
     return v * torch.sigmoid(layer(x))
 
 
+def _norm(x: Tensor, layer: Any) -> Tensor:
+    """``layer(x)``, by the operator if the layer does nothing else."""
+    if type(layer) is not nn.LayerNorm or does_more(layer):
+        out: Tensor = layer(x)
+        return out
+    return layer_norm(x, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
+
+
 class AdaptiveNorm(Operators):
     """``sigmoid(s_scale(s)) * a + s_bias(s)`` of normalised `a` and `s`."""
 
@@ -70,7 +78,7 @@ class AdaptiveNorm(Operators):
     s_bias: nn.Linear
 
     def forward(self, a: Tensor, s: Tensor) -> Tensor:
-        a, s = self.a_norm(a), self.s_norm(s)
+        a, s = _norm(a, self.a_norm), _norm(s, self.s_norm)
         out: Tensor = _gated(a, s, self.s_scale) + self.s_bias(s)
         return out
 
@@ -95,7 +103,11 @@ class ConditionedTransition(Operators):
 
 
 class PairWeightedAveraging(Operators):
-    """``proj_o(sigmoid(proj_g(m)) * average of proj_m(m))``, with weights from `z`; in chunks of heads as released."""
+    """``proj_o(sigmoid(proj_g(m)) * average of proj_m(m))``, with weights from `z`.
+
+    Where the released module takes one of `heads` heads after another to save memory, this takes as many parts of the
+    sequences: what it computes of a part has the size of what is released of a head.
+    """
 
     norm_m: nn.LayerNorm
     norm_z: nn.LayerNorm
@@ -107,17 +119,20 @@ class PairWeightedAveraging(Operators):
     def __init__(self, of: Any) -> None:
         super().__init__(of)
         self.heads, self.inf = of.num_heads, of.inf
-        vars(self)["_released"] = of  # past nn.Module, which would register it
 
     def forward(self, m: Tensor, z: Tensor, mask: Tensor, chunk_heads: Any = True) -> Tensor:
-        if chunk_heads and not self.training:
-            out: Tensor = self.__dict__["_released"](m, z, mask, chunk_heads)
-            return out
-        m, z = self.norm_m(m), self.norm_z(z)
+        b = self.proj_z(_norm(z, self.norm_z)).permute(0, 3, 1, 2) + (1 - mask[:, None]) * -self.inf
+        weights = torch.softmax(b, dim=-1)
+        if not chunk_heads or self.training:
+            return self._average(m, weights)
+        parts = [self._average(part, weights) for part in m.chunk(self.heads, 1)]
+        return torch.cat(parts, 1)
+
+    def _average(self, m: Tensor, weights: Tensor) -> Tensor:
+        m = _norm(m, self.norm_m)
         v = self.proj_m(m).unflatten(-1, (self.heads, -1)).permute(0, 3, 1, 2, 4)
-        b = self.proj_z(z).permute(0, 3, 1, 2) + (1 - mask[:, None]) * -self.inf
-        o = torch.einsum("bhij,bhsjd->bhsid", torch.softmax(b, dim=-1), v).permute(0, 2, 3, 1, 4).flatten(-2)
-        out = self.proj_o(_gated(o, m, self.proj_g))
+        o = torch.einsum("bhij,bhsjd->bhsid", weights, v).permute(0, 2, 3, 1, 4).flatten(-2)
+        out: Tensor = self.proj_o(_gated(o, m, self.proj_g))
         return out
 
 

@@ -82,13 +82,23 @@ constexpr Rule<GradientTiling> kDenseInputGradients[] = {
     {[](const Case& c) { return c.k <= 256; }, GradientTiling::kAnyx256},
 };
 
-// A Case has the features of a head as k.
-constexpr Rule<AttentionTiling> kAttention[] = {
-    {[](const Case& c) { return c.k <= kSpec<AttentionTiling::k2x128x32>.d; }, AttentionTiling::k2x128x32},
-    {[](const Case& c) { return c.k <= kSpec<AttentionTiling::k3x64x64>.d; }, AttentionTiling::k3x64x64},
-};
+template <AttentionTiling tiling>
+constexpr Rule<AttentionTiling> kOfAttention{[](const Case& c) { return attention_tiling(c) == tiling; }, tiling};
+
+constexpr Rule<AttentionTiling> kAttention[] = {kOfAttention<AttentionTiling::k2x128x32>,
+                                                kOfAttention<AttentionTiling::k4x64x32>,
+                                                kOfAttention<AttentionTiling::k3x64x64>};
 
 }  // namespace
+
+// A CTA of k2x128x32 has two blocks of 64 queries. For an odd number of these, one of k4x64x32, whose steps take
+// longer, has no empty one.
+AttentionTiling attention_tiling(const Case& c) {
+  using enum AttentionTiling;
+  if (c.k > kSpec<k2x128x32>.d) return k3x64x64;
+  const int64_t blocks = c.rows(64);
+  return blocks % 2 != 0 && blocks < 20 ? k4x64x32 : k2x128x32;
+}
 
 #define TORCHOPS_RULES(operation, rules_of_it)                           \
   template <>                                                            \

@@ -54,6 +54,9 @@ bool has_kernel(const Case& c) {
   return any_kernel<Operation>(c, [](const auto&) { return true; });
 }
 
+/// The tiling of attention for a Case of queries as m, keys as n, and the features of a head as k.
+AttentionTiling attention_tiling(const Case& c);
+
 /// Ways to compute all gradients of dense together: by a kernel for all of them; or by one for dx, which writes dz too,
 /// and a product for dw.
 enum class DenseGradientsWay { kOnePass, kInputGradients };

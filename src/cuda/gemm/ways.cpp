@@ -111,8 +111,15 @@ bool is_faster_than_triton(const Case& c, int64_t heads, int64_t rows, double st
 
 bool attention_pays(const Case& c, int64_t heads, int64_t rows) {
   using enum AttentionTiling;
-  return c.k <= kSpec<k2x128x32>.d ? is_faster_than_triton<k2x128x32>(c, heads, rows, 1.0, 0.32)
-                                   : is_faster_than_triton<k3x64x64>(c, heads, rows, 1.2, 0.64);
+  switch (attention_tiling(c)) {
+    case k2x128x32:
+      return is_faster_than_triton<k2x128x32>(c, heads, rows, 1.0, 0.32);
+    case k4x64x32:
+      return is_faster_than_triton<k4x64x32>(c, heads, rows, 1.0, 0.32);
+    case k3x64x64:
+      return is_faster_than_triton<k3x64x64>(c, heads, rows, 1.2, 0.64);
+  }
+  return false;
 }
 
 }  // namespace torchops::cuda::gemm

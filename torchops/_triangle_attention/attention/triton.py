@@ -65,23 +65,35 @@ _LAUNCHES = {
     "bias": {32: _Launch(64, 64, 4, 3, 168), 64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 8, 2)},
 }
 
-# For float32, whose tiles have twice the bytes and whose products take three passes unless tf32 is allowed. In the same
-# sweep, these took 5505, 7092, 10042 and 4374 us; the launches for larger heads took 12428, 16512, 24687 and 13684.
+# For float32, whose tiles have twice the bytes and whose products take three passes unless tf32 is allowed, with heads
+# of up to 32 features and many programs. In the same sweep, these took 5505, 7092, 10042 and 4374 us.
 _FLOAT32_LAUNCHES = {
     "forward": _Launch(128, 32, 8, 2, 128),
     "q": _Launch(128, 32, 8, 2, 128),
     "kv": _Launch(64, 64, 4, 2),
     "bias": _Launch(128, 64, 8, 2),
 }
+# Few programs, or few queries: tiles that leave no multiprocessor without work. On an H200, with 5 rows of 384 and 16
+# heads of 24, these took 62, 81, 127 and 92 us; those above took 100, 114, 238 and 136.
+_FEW_FLOAT32 = _Launch(32, 32, 2, 2)
+# Heads of more than 32 features, up to 64.
+_WIDE_FLOAT32 = {
+    "forward": _Launch(32, 32, 2, 2),
+    "q": _Launch(64, 32, 4, 2),
+    "kv": _Launch(64, 32, 4, 2),
+    "bias": _Launch(64, 64, 4, 2),
+}
 
 
 @cache
-def _launch(kernel: str, d: int, dtype: torch.dtype, small: bool = False) -> _Launch:
-    if dtype == torch.float32:
-        if padded(d) <= 32:
-            return _FLOAT32_LAUNCHES[kernel]
-        return _Launch(32, 16 if small and padded(d) > 64 and kernel in ("q", "kv") else 32, 4, 2)
-    return next(launch for up_to, launch in _LAUNCHES[kernel].items() if padded(d) <= up_to)
+def _launch(kernel: str, d: int, dtype: torch.dtype, small: bool = False, few: bool = False) -> _Launch:
+    if dtype != torch.float32:
+        return next(launch for up_to, launch in _LAUNCHES[kernel].items() if padded(d) <= up_to)
+    if padded(d) <= 32:
+        return _FEW_FLOAT32 if few else _FLOAT32_LAUNCHES[kernel]
+    if padded(d) <= 64 and not small:
+        return _WIDE_FLOAT32[kernel]
+    return _Launch(32, 16 if small and padded(d) > 64 and kernel in ("q", "kv") else 32, 4, 2)
 
 
 _KERNELS = {
@@ -98,14 +110,28 @@ def _is_small(device: torch.device) -> bool:
     return shared_memory(device) < 101 << 10
 
 
+def _are_few(q: Tensor) -> bool:
+    """Whether float32 has less than two waves of programs of 128 queries, or mostly empty ones."""
+    batch, rows, heads, queries, _ = q.shape
+    programs = batch * rows * heads * _blocks(queries, 128)
+    return q.dtype == torch.float32 and (queries <= 64 or programs < 4 * processors(q.device))
+
+
 @cache
 def _launcher(
-    kernel: str, d: int, dtype: torch.dtype, masked: bool, tf32: bool, small: bool = False, **constants: bool
+    kernel: str,
+    d: int,
+    dtype: torch.dtype,
+    masked: bool,
+    tf32: bool,
+    small: bool = False,
+    few: bool = False,
+    **constants: bool,
 ) -> Launch:
     """A kernel with its constants, which don't depend on the numbers of rows, queries and keys."""
     precision = "tf32" if tf32 or dtype != torch.float32 else "tf32x3"  # three products have the accuracy of float32
     options = {"D": d, "PADDED_D": padded(d), "MASKED": masked, "PRECISION": precision}
-    return Launch(_KERNELS[kernel], **options, **constants, **_launch(kernel, d, dtype, small).arguments(dtype))
+    return Launch(_KERNELS[kernel], **options, **constants, **_launch(kernel, d, dtype, small, few).arguments(dtype))
 
 
 @cache
@@ -219,7 +245,8 @@ def attend(inputs: Prepared, saved: Saved) -> None:
     q, k, v, bias, mask_bias, scale, scaled = inputs
     out, lse = saved
     batch, rows, heads, queries, d = q.shape
-    launch = _launcher("forward", d, q.dtype, mask_bias is not None, allows_tf32(q.dtype), SCALED=scaled)
+    tf32, small, few = allows_tf32(q.dtype), _is_small(q.device), _are_few(q)
+    launch = _launcher("forward", d, q.dtype, mask_bias is not None, tf32, small, few, SCALED=scaled)
     launch_unless(
         torch.ops.myops._triangle_attention_core.default, (*inputs, *saved),
         launch, (_blocks(queries, launch.options["BLOCK_J"]), rows, batch * heads),
@@ -280,10 +307,11 @@ def attend_backward(
     strides = *map(_strides, (grad, q, k, v)), bias.stride()[:3]
     sizes = rows, queries, keys, heads, scale, q_width, width
     gap = len(lse_delta[0])
-    how = d, q.dtype, mask_bias is not None, allows_tf32(q.dtype), _is_small(q.device)
+    small, few = _is_small(q.device), _are_few(q)
+    how = d, q.dtype, mask_bias is not None, allows_tf32(q.dtype), small, few
     tensors = grad, q, k, v, bias, lse if mask_bias is None else mask_bias, lse_delta
     if dbias is not None:
-        grid = _tiles(_launch("bias", d, q.dtype), queries, keys), len(dbias), batch * heads
+        grid = _tiles(_launch("bias", d, q.dtype, small, few), queries, keys), len(dbias), batch * heads
         launch = _launcher("bias", *how, ACCUMULATE=accumulate, SCALED=scaled)
         launch(grid, *tensors, dbias, *strides, *sizes, _blocks(rows, len(dbias)), gap)
     dq, dk, dv = into
@@ -308,7 +336,8 @@ def new_dbias(q: Tensor, keys: int, bias: Tensor, wide: bool = False) -> Tensor:
     at a time. On an H100, with N = 768 and 4 heads of 32, one part took 1274 us, two 1138, and four 1137. Float32 if
     there are several parts, or something is to be added."""
     batch, rows, heads, queries, d = q.shape
-    launch, nbytes = _launch("bias", d, q.dtype), 4 * batch * heads * queries * keys
+    launch = _launch("bias", d, q.dtype, _is_small(q.device), _are_few(q))
+    nbytes = 4 * batch * heads * queries * keys
     warps = _tiles(launch, queries, keys) * batch * heads * launch.warps
     parts = max(1, min(_blocks(32 * processors(q.device), warps), _PARTIAL_BYTES // nbytes, rows))
     parts = _blocks(rows, _blocks(rows, parts))

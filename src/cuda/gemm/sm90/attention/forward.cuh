@@ -135,13 +135,6 @@ CUTLASS_DEVICE float2 unpacked(uint32_t bits) {
   }
 }
 
-/// NaN remains.
-CUTLASS_DEVICE float minimum(float x, float y) {
-  float least;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(x), "f"(y));
-  return least;
-}
-
 template <class Element, AttentionTiling tiling, bool masked>
 CUTLASS_DEVICE void AttentionKernel<Element, tiling, masked>::compute(const Parameters& p, Shared& shared,
                                                                       int warpgroup) {
@@ -149,6 +142,9 @@ CUTLASS_DEVICE void AttentionKernel<Element, tiling, masked>::compute(const Para
   // Exponentials are relative to the largest score of the first keys. Only if those of later keys sum up to more than
   // this, they are computed again, relative to a larger one. So most steps look for no maximum, and scale no sums.
   constexpr float kMostSum = 1024;
+  // A larger score is off by more than 2^1 when it is rounded. Exponents relative to it, of unrounded scores, might all
+  // be far below 0.
+  constexpr float kMostExact = 1 << 24;
   constexpr int kCount = kQueries * kKeys / 128, kOut = kQueries * kD / 128;
   const int thread = threadIdx.x % 128, row = warpgroup / kQueryBlocks, query_block = warpgroup % kQueryBlocks;
   const auto sync = [&] { cutlass::arch::NamedBarrier::sync(128, warpgroup); };
@@ -229,6 +225,7 @@ CUTLASS_DEVICE void AttentionKernel<Element, tiling, masked>::compute(const Para
     // Of the two queries in which a thread has scores: the number that exponents are relative to, and the sum of its
     // own exponentials.
     float top[2] = {-1e30f, -1e30f}, sum[2] = {0, 0};
+    bool is_exact = true;
     clear(out);
     wait_until_loaded();
     known.q_ring.wait_until_loaded(tile_at);
@@ -249,7 +246,8 @@ CUTLASS_DEVICE void AttentionKernel<Element, tiling, masked>::compute(const Para
       previous = at;
       ++at;
       float sum_of_step[2];
-      const auto exponentials = [&]<bool with_mask>(std::bool_constant<with_mask>, const auto& power) {
+      const auto score = [&](int i, float b, float m) { return fmaf(s(i), factor, fmaf(b, p.unit, m)); };
+      const auto exponentials = [&]<bool with_mask>(std::bool_constant<with_mask>, const auto& exponent) {
         const cutlass::NumericArrayConverter<Element, float, 2> round;
         Tensor rounded = recast<cutlass::Array<Element, 2>>(probabilities);
         CUTLASS_PRAGMA_UNROLL
@@ -259,19 +257,20 @@ CUTLASS_DEVICE void AttentionKernel<Element, tiling, masked>::compute(const Para
           for (int r = 0; r < 2; ++r) {
             const float2 b = unpacked<Element>(bias[i / 2 + r]);
             const int pair = i + 2 * r;
-            const float first = power(fmaf(s(pair), factor, fmaf(b.x, p.unit, m.x - top[r])));
-            const float second = power(fmaf(s(pair + 1), factor, fmaf(b.y, p.unit, m.y - top[r])));
+            const float first = exp2_approximate(exponent(pair, b.x, m.x, top[r]));
+            const float second = exp2_approximate(exponent(pair + 1, b.y, m.y, top[r]));
             sum_of_step[r] = i == 0 ? first + second : sum_of_step[r] + first + second;
             rounded(i / 2 + r) = round(cutlass::Array<float, 2>{first, second});
           }
         }
       };
-      bool too_large = step == 0;
+      bool too_large = step == 0 || !is_exact;
       if (!too_large) {
+        const auto exponent = [&](int i, float b, float m, float top) { return score(i, b, m - top); };
         if (is_masked) {
-          exponentials(std::bool_constant<masked>{}, [](float x) { return exp2_approximate(x); });
+          exponentials(std::bool_constant<masked>{}, exponent);
         } else {
-          exponentials(std::false_type{}, [](float x) { return exp2_approximate(x); });
+          exponentials(std::false_type{}, exponent);
         }
         too_large = __any_sync(~0u, !(fmaxf(sum_of_step[0], sum_of_step[1]) <= kMostSum));
       }
@@ -282,8 +281,7 @@ CUTLASS_DEVICE void AttentionKernel<Element, tiling, masked>::compute(const Para
           CUTLASS_PRAGMA_UNROLL
           for (int i = 2 * r; i < kCount; i += 4) {
             const float2 b = unpacked<Element>(bias[i / 2]), m = masked ? mask_of(i) : float2{0, 0};
-            most = fmaxf(most, fmaf(s(i), factor, fmaf(b.x, p.unit, m.x)));
-            most = fmaxf(most, fmaf(s(i + 1), factor, fmaf(b.y, p.unit, m.y)));
+            most = fmaxf(most, fmaxf(score(i, b.x, m.x), score(i + 1, b.y, m.y)));
           }
           most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
           most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
@@ -296,8 +294,10 @@ CUTLASS_DEVICE void AttentionKernel<Element, tiling, masked>::compute(const Para
             out(i + 1) *= shrink;
           }
         }
-        // top is the rounded score: for a bias of 10^10, it may be hundreds below the one that is computed here.
-        exponentials(std::bool_constant<masked>{}, [](float x) { return exp2_approximate(minimum(x, 0)); });
+        is_exact = !__any_sync(~0u, fmaxf(fabsf(top[0]), fabsf(top[1])) > kMostExact);
+        // 0 for the largest, which is rounded as here.
+        exponentials(std::bool_constant<masked>{},
+                     [&](int i, float b, float m, float top) { return score(i, b, m) - top; });
       }
       sum[0] += sum_of_step[0];
       sum[1] += sum_of_step[1];
