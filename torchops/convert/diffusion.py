@@ -9,7 +9,7 @@ They compute in the released dtypes. With bias b, q and k of `heads` heads of d 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -133,16 +133,30 @@ class _WithAttention(Replacement):
         inf: float,
         samples: int,
     ) -> Tensor:
-        def heads_of(x: Tensor, name: str) -> Tensor:
-            y = self.linear(x, at + name)
-            return y.unflatten(-1, (heads, y.shape[-1] // heads))
-
-        q, k, v = heads_of(s, "proj_q"), heads_of(k_in, "proj_k"), heads_of(k_in, "proj_v")
+        if k_in is s:
+            projections = self._products(s, *(f"{at}proj_{name}" for name in "qkv"))
+        else:
+            projections = *self._products(s, f"{at}proj_q"), *self._products(k_in, f"{at}proj_k", f"{at}proj_v")
+        q, k, v = (t.unflatten(-1, (heads, t.shape[-1] // heads)) for t in projections)
         o = attention(q, k, v, bias, mask, inf, samples)
         weight, of_gate = self.weights(at + "proj_g")
         plain = _are_plain(o, s, weight, of_gate)
         gated = _OPS.gate(o, s, weight, of_gate) if plain else F.linear(s, weight, of_gate).sigmoid() * o
         return self.linear(gated, at + "proj_o")
+
+    def _products(self, x: Tensor, *layers: str) -> Sequence[Tensor]:
+        """Of linear layers, of which the first may have a bias; on a GPU in one product, since the tiles of one are few.
+        In a step that is a graph, the weights are packed once."""
+        weights, biases = zip(*map(self.weights, layers), strict=True)
+        if len(layers) == 1 or not x.is_cuda or not _are_plain(x, *weights, *biases):
+            return [self.linear(x, layer) for layer in layers]
+        widths = [len(weight) for weight in weights]
+        first, *others = biases
+        if any(bias is not None for bias in others):
+            return [self.linear(x, layer) for layer in layers]
+        packed = None if first is None else F.pad(first, (0, sum(widths[1:])))
+        products: Sequence[Tensor] = _OPS._linear(x, torch.cat(weights), packed).split(widths, -1)
+        return products
 
     def norm(self, x: Tensor, layer: str, eps: float) -> Tensor:
         weight, bias = self.parameter(layer, "weight"), self.parameter(layer, "bias")

@@ -96,8 +96,7 @@ constexpr Rule<AttentionTiling> kAttention[] = {kOfAttention<AttentionTiling::k2
 AttentionTiling attention_tiling(const Case& c) {
   using enum AttentionTiling;
   if (c.k > kSpec<k2x128x32>.d) return k3x64x64;
-  const int64_t blocks = c.rows(64);
-  return blocks % 2 != 0 && blocks < 20 ? k4x64x32 : k2x128x32;
+  return c.rows(64) % 2 != 0 ? k4x64x32 : k2x128x32;
 }
 
 #define TORCHOPS_RULES(operation, rules_of_it)                           \
