@@ -143,6 +143,17 @@ def test_large_biases_on_cuda() -> None:
     assert_right((out[..., :3, :], lse[..., :3]), (q[..., :3, :], *rest[1:]), 32**-0.5)
 
 
+@pytest.mark.parametrize("d", [32, 64])
+def test_steps_without_a_key_on_cuda(d: int) -> None:
+    """Of 64 keys: at the end, as in padding, at the start, between others, for some rows alone, and nearly all."""
+    args = arguments(150, d, rows=7, keys=450, dtype=torch.bfloat16, device="cuda")
+    mask = torch.ones(1, 7, 1, 1, 450, dtype=torch.bool, device="cuda")
+    mask[:, 0, ..., 200:] = mask[:, 1, ..., :128] = mask[:, 2, ..., 64:320] = mask[:, 3, ..., 1:] = False
+    mask[:, 4, ..., :449] = mask[:, 5, ..., ::2] = mask[:, 5, ..., 100:400] = False
+    q, k, v, bias, _ = args
+    assert_right(attend(q, k, v, bias, mask, d**-0.5), (q, k, v, bias, mask), d**-0.5)
+
+
 def test_graphs_and_streams_on_cuda() -> None:
     args = arguments(100, 32, rows=6, dtype=torch.float16, device="cuda", masked=True)
     q, k, v, bias, mask = args

@@ -233,12 +233,15 @@ def test_transformers(name: str, activation: str) -> None:
 def test_parts_of_boltz(training: bool) -> None:
     """Gradients, and the released chunks of heads in evaluation."""
     blocks = importlib.import_module("boltz.model.modules.transformersv2")
-    averaging = importlib.import_module("boltz.model.layers.pair_averaging")
+    averaging, products = (
+        importlib.import_module(f"boltz.model.layers.{name}") for name in ("pair_averaging", "outer_product_mean")
+    )
     model: Any = nn.ModuleDict(
         {
             "norm": blocks.AdaLN(8, 6),
             "transition": blocks.ConditionedTransitionBlock(8, 6),
             "averaging": averaging.PairWeightedAveraging(8, 4, 3, 2),
+            "products": products.OuterProductMean(8, 3, 4),
         }
     ).train(training)
     with torch.no_grad():
@@ -246,12 +249,19 @@ def test_parts_of_boltz(training: bool) -> None:
             parameter.copy_(random_like(parameter, parameter.numel()))
     former = copy.deepcopy(model)
     report = replace(model)
-    assert report.replaced == ("norm", "transition", "averaging")
+    assert report.replaced == ("norm", "transition", "averaging", "products")
     assert report.left == {}
     a, s = random_like(torch.empty(2, 5, 8), 1), random_like(torch.empty(2, 5, 6), 2)
     m, z, mask = random_like(torch.empty(2, 3, 5, 8)), random_like(torch.empty(2, 5, 5, 4)), torch.ones(2, 5, 5)
-    for name, args in (("norm", (a, s)), ("transition", (a, s)), ("averaging", (m, z, mask))):
-        for more in ({}, {"chunk_heads": True}, {"chunk_heads": False}) if name == "averaging" else ({},):
+    present = (random_like(torch.empty(2, 3, 5), 3) > -0.5).float()
+    calls: dict[str, tuple[tuple[Tensor, ...], tuple[dict[str, Any], ...]]] = {
+        "norm": ((a, s), ({},)),
+        "transition": ((a, s), ({},)),
+        "averaging": ((m, z, mask), ({}, {"chunk_heads": True}, {"chunk_heads": False})),
+        "products": ((m, present), ({}, {"chunk_size": 1})),
+    }
+    for name, (args, keywords) in calls.items():
+        for more in keywords:
             results = []
             for part in (model[name], former[name]):
                 leaf = args[0].clone().requires_grad_()

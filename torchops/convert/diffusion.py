@@ -145,8 +145,8 @@ class _WithAttention(Replacement):
         return self.linear(gated, at + "proj_o")
 
     def _products(self, x: Tensor, *layers: str) -> Sequence[Tensor]:
-        """Of linear layers, of which the first may have a bias; on a GPU in one product, since the tiles of one are few.
-        In a step that is a graph, the weights are packed once."""
+        """Of linear layers, of which the first may have a bias; on a GPU in one product, since one has few tiles. In a
+        step that is a graph, the weights are packed once."""
         weights, biases = zip(*map(self.weights, layers), strict=True)
         if len(layers) == 1 or not x.is_cuda or not _are_plain(x, *weights, *biases):
             return [self.linear(x, layer) for layer in layers]

@@ -15,7 +15,7 @@ from torchops.convert.declared import swap_classes
 from torchops.convert.registry import Declared, Example, Factory, Turn, swapper
 from torchops.nn.gates import packed_glu
 from torchops.nn.layers import as_parameters, does_more
-from torchops.ops import gate, glu, layer_norm
+from torchops.ops import gate, glu, layer_norm, outer_product_mean
 
 
 class Operators(nn.Module):
@@ -136,13 +136,45 @@ class PairWeightedAveraging(Operators):
         return out
 
 
-def _example_of_msa(of: Any) -> tuple[Any, ...]:
+class OuterProductMean(Operators):
+    """``proj_o`` of the outer products of ``proj_a(m)`` and ``proj_b(m)``, averaged over the sequences that have both
+    positions. No chunks are needed: the outer products exist for a few rows at a time."""
+
+    norm: nn.LayerNorm
+    proj_a: nn.Linear
+    proj_b: nn.Linear
+    proj_o: nn.Linear
+
+    def __init__(self, of: Any) -> None:
+        super().__init__(of)
+        self.c_hidden = of.c_hidden
+        vars(self)["_released"] = of  # past nn.Module, which would register it
+
+    def forward(self, m: Tensor, mask: Tensor, chunk_size: int | None = None) -> Tensor:
+        if does_more(self.proj_o) or type(self.proj_o) is not nn.Linear:
+            out: Tensor = self.__dict__["_released"](m, mask, chunk_size)
+            return out
+        kept = mask.to(m)
+        m = _norm(m, self.norm)
+        a, b = (layer(m) * kept.unsqueeze(-1) for layer in (self.proj_a, self.proj_b))
+        with torch.autocast(m.device.type, enabled=False):
+            counts = (kept.mT @ kept).clamp(min=1)
+        return outer_product_mean(a, b, self.proj_o.weight, self.proj_o.bias, counts)
+
+
+def _random(*shapes: tuple[int, ...]) -> list[Tensor]:
     generator = torch.Generator("cpu").manual_seed(0)
-    m, z, mask = (
-        torch.randn(shape, generator=generator, device="cpu").bfloat16().float()
-        for shape in ((2, 3, 5, of.c_m), (2, 5, 5, of.c_z), (2, 5, 5))
-    )
+    return [torch.randn(shape, generator=generator, device="cpu").bfloat16().float() for shape in shapes]
+
+
+def _example_of_averaging(of: Any) -> tuple[Any, ...]:
+    m, z, mask = _random((2, 3, 5, of.c_m), (2, 5, 5, of.c_z), (2, 5, 5))
     return m, z, (mask > -0.5).float(), False
+
+
+def _example_of_outer_products(of: Any) -> tuple[Any, ...]:
+    m, mask = _random((2, 3, 5, *of.norm.normalized_shape), (2, 3, 5))
+    return m, (mask > -0.5).float()
 
 
 def _if_silu(kind: Callable[[nn.Module], nn.Module], activation: str) -> Factory:
@@ -171,8 +203,12 @@ _CLASSES: Mapping[tuple[str, str], Factory | tuple[Factory, Example]] = {
     **{(file, "AdaLN"): AdaptiveNorm for file in _BOLTZ},
     **{(file, "ConditionedTransitionBlock"): ConditionedTransition for file in _BOLTZ},
     **{
-        (f"{package}.model.layers.pair_averaging", "PairWeightedAveraging"): (PairWeightedAveraging, _example_of_msa)
+        (f"{package}.model.layers.{file}", kind.__name__): (kind, example)
         for package in ("boltz", "boltzgen")
+        for file, kind, example in (
+            ("pair_averaging", PairWeightedAveraging, _example_of_averaging),
+            ("outer_product_mean", OuterProductMean, _example_of_outer_products),
+        )
     },
 }
 

@@ -225,7 +225,7 @@ CUTLASS_DEVICE void AttentionKernel<Element, tiling, masked>::compute(const Para
     // Of the two queries in which a thread has scores: the number that exponents are relative to, and the sum of its
     // own exponentials.
     float top[2] = {-1e30f, -1e30f}, sum[2] = {0, 0};
-    bool is_exact = true;
+    bool is_exact = false;  // before the first keys, too
     clear(out);
     wait_until_loaded();
     known.q_ring.wait_until_loaded(tile_at);
@@ -233,11 +233,16 @@ CUTLASS_DEVICE void AttentionKernel<Element, tiling, masked>::compute(const Para
     start_scores();
     for (int step = 0; step < p.steps; ++step) {
       load_bias(at);
-      // What the mask adds to the scores of two keys. Most masks leave out keys at the end, so few tiles need it.
+      // What the mask adds to the scores of two keys. Most masks leave out keys at the end, so few tiles need it, and
+      // those of which it leaves out all keys add nothing.
       const float* const mask = known.mask[at.index()][row];
       const auto mask_of = [&](int i) { return *reinterpret_cast<const float2*>(mask + i / 4 * 8 + thread % 4 * 2); };
-      bool is_masked = false;
-      if constexpr (masked) is_masked = __any_sync(~0u, mask[thread % 32] != 0 || mask[thread % 32 + 32] != 0);
+      bool is_masked = false, is_empty = false;
+      if constexpr (masked) {
+        const float first = mask[thread % 32], second = mask[thread % 32 + 32];
+        is_masked = __any_sync(~0u, first != 0 || second != 0);
+        is_empty = is_masked && __all_sync(~0u, fmaxf(first, second) == -INFINITY);
+      }
       warpgroup_wait<0>();
       warpgroup_fence_operand(s);
       warpgroup_fence_operand(out);
@@ -245,6 +250,14 @@ CUTLASS_DEVICE void AttentionKernel<Element, tiling, masked>::compute(const Para
       if (step > 0) release(previous);
       previous = at;
       ++at;
+      if (is_empty) {
+        if (step + 1 < p.steps) {
+          begin();
+          wait_until_loaded();
+          start_scores();
+        }
+        continue;
+      }
       float sum_of_step[2];
       const auto score = [&](int i, float b, float m) { return fmaf(s(i), factor, fmaf(b, p.unit, m)); };
       const auto exponentials = [&]<bool with_mask>(std::bool_constant<with_mask>, const auto& exponent) {
@@ -264,7 +277,7 @@ CUTLASS_DEVICE void AttentionKernel<Element, tiling, masked>::compute(const Para
           }
         }
       };
-      bool too_large = step == 0 || !is_exact;
+      bool too_large = !is_exact;
       if (!too_large) {
         const auto exponent = [&](int i, float b, float m, float top) { return score(i, b, m - top); };
         if (is_masked) {
