@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torchops
 
-# ATen multiplies a matrix with a vector by mv and addmv, and einsum one sequence by mul, which the counter does not know;
-# ours counts them.
+# ATen multiplies a matrix with a vector by mv and addmv, and einsum one sequence by mul, which the counter does not
+# know; ours counts them.
 UNCOUNTED_BY_ATEN = {
     *(
         "vector",

@@ -50,7 +50,7 @@ def test_blocks(dtype: torch.dtype, sizes: tuple[int, ...], device: str) -> None
     for got, of_pytorch, value in zip(ours, plain, exact, strict=True):
         assert got.dtype == of_pytorch.dtype
         error, expected = ((t.double() - value).norm() / value.norm() for t in (got, of_pytorch))
-        assert error <= 1.5 * expected + torch.finfo(got.dtype).eps
+        assert error <= 1.5 * expected + (64 if dtype == torch.float64 else 1) * torch.finfo(got.dtype).eps
 
 
 @pytest.mark.parametrize("asked", [(0,), (1,), (2,), (3,), (4,), (0, 4), (1, 2)], ids=str)
@@ -71,7 +71,7 @@ def test_under_vmap_and_autocast() -> None:
         got = vmap(outer_product_mean, in_dims=(0, 0, None, None, 0))(a, b, weight, bias, norm)
         expected = outer_product_mean(a, b, weight, bias, norm)
     assert got.dtype == expected.dtype == torch.bfloat16
-    assert_all_close([got], [expected])
+    assert_all_close([got], [expected], rtol=0.016, atol=2**-8)
 
 
 # The outer products of all pairs have 256 MiB.

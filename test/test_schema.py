@@ -51,6 +51,7 @@ myops::_layer_norm_(Tensor(a!) x, SymInt[] normalized_shape, Tensor? weight, Ten
 myops::_layer_norm_backward(Tensor grad, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
 myops::_linear(Tensor x, Tensor w, Tensor? b=None) -> Tensor
 myops::_only_candidate(int way, int tiling) -> int[]
+myops::_outer_product_mean_backward(Tensor grad, Tensor a, Tensor b, Tensor weight, Tensor? norm, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)
 myops::_pretended_device() -> int[]
 myops::_saved_copy(Tensor x) -> Tensor
 myops::_softmax_backward(Tensor grad, Tensor y, int dim) -> Tensor
@@ -82,6 +83,7 @@ myops::glu(Tensor x, Tensor w, Tensor wg, Tensor? b=None, Tensor? bg=None, *, st
 myops::glu.scaled(Tensor x, Tensor w, Tensor wg, Tensor scale_x, Tensor scale_w, Tensor scale_wg, Tensor? b=None, Tensor? bg=None, *, str activation="sigmoid", ScalarType? out_dtype=None) -> Tensor
 myops::layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1.0000000000000001e-05) -> Tensor
 myops::layer_norm_(Tensor(a!) x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1.0000000000000001e-05) -> ()
+myops::outer_product_mean(Tensor a, Tensor b, Tensor weight, Tensor? bias=None, Tensor? norm=None) -> Tensor
 myops::sigmoid(Tensor x) -> Tensor
 myops::sigmoid_(Tensor(a!) x) -> ()
 myops::softmax(Tensor x, int dim=-1) -> Tensor
@@ -120,6 +122,7 @@ myops::_layer_norm_                              x    x     .         x         
 myops::_layer_norm_backward                      x    x     .         .                .              .            .             .                 x
 myops::_linear                                   .    x     x         .                .              x            x             x                 x
 myops::_only_candidate                           .    .     .         .                .              .            .             .                 .
+myops::_outer_product_mean_backward              .    x     x         .                .              .            .             x                 x
 myops::_pretended_device                         .    .     .         .                .              .            .             .                 .
 myops::_saved_copy                               .    x     x         .                .              .            .             x                 x
 myops::_softmax_backward                         .    x     x         .                .              .            .             x                 x
@@ -151,6 +154,7 @@ myops::glu                                       x    x     x         .         
 myops::glu.scaled                                x    x     x         .                .              .            .             .                 x
 myops::layer_norm                                x    x     x         .                .              x            x             x                 .
 myops::layer_norm_                               x    x     x         x                x              x            x             x                 .
+myops::outer_product_mean                        .    x     x         .                .              x            x             x                 x
 myops::sigmoid                                   x    x     x         .                .              .            .             x                 .
 myops::sigmoid_                                  x    x     x         x                x              .            .             x                 .
 myops::softmax                                   x    x     x         .                .              x            x             x                 .
