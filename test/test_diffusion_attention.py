@@ -92,6 +92,8 @@ def test_triangles_are_taken_on_cuda() -> None:
 @pytest.mark.parametrize("own_keys", [False, True])
 def test_packed_projections_on_cuda(biases: tuple[str, ...], own_keys: bool) -> None:
     class Layer(diffusion._WithAttention):
+        _packs = True
+
         def __init__(self) -> None:
             torch.nn.Module.__init__(self)
             self.layers = {f"proj_{name}": torch.nn.Linear(16, 24, bias=name in biases).cuda() for name in "qkvgo"}

@@ -15,10 +15,9 @@ from torchops import outer_product_mean
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
 
 
-def tensors(
-    dtype: torch.dtype, device: str, s: int, n: int, m: int, c: int, d: int, out: int, norm_dtype: torch.dtype
-) -> list[Tensor]:
+def tensors(dtype: torch.dtype, device: str, sizes: tuple[int, ...], norm_dtype: torch.dtype) -> list[Tensor]:
     """For outer products of about 1, after they are divided."""
+    s, n, m, c, d, out = sizes
     shapes = (2, s, n, c), (2, s, m, d), (out, c * d), (out,)
     a, b, weight, bias = (random_like(torch.empty(shape, dtype=torch.float64), i) for i, shape in enumerate(shapes))
     norm = torch.linspace(0.5, 2, 2 * n * m, dtype=torch.float64).reshape(2, n, m) * s**0.5
@@ -42,7 +41,7 @@ SIZES = [(150, 41, 257, 33, 31, 5), (7, 3, 4099, 40, 33, 9), (300, 9, 11, 8, 8, 
 def test_blocks(dtype: torch.dtype, sizes: tuple[int, ...], device: str) -> None:
     """Result and gradients beside float64; PyTorch's, of all pairs at once, lose about as much."""
     wide = torch.float32 if dtype.itemsize == 2 else dtype
-    arguments = tensors(dtype, device, *sizes, norm_dtype=wide)
+    arguments = tensors(dtype, device, sizes, wide)
     cotangent = random_like(torch.empty(2, sizes[1], sizes[2], sizes[-1], dtype=torch.float64), 9).to(dtype).to(device)
     exact = gradients(outer_product_mean_reference, [t.double() for t in arguments], cotangent.double())
     plain = gradients(outer_product_mean_reference, arguments, cotangent)
@@ -56,7 +55,7 @@ def test_blocks(dtype: torch.dtype, sizes: tuple[int, ...], device: str) -> None
 @pytest.mark.parametrize("asked", [(0,), (1,), (2,), (3,), (4,), (0, 4), (1, 2)], ids=str)
 def test_gradients_asked(asked: tuple[int, ...]) -> None:
     """The same values as all of them together."""
-    arguments = tensors(torch.float64, "cpu", 5, 7, 6, 3, 4, 2, torch.float64)
+    arguments = tensors(torch.float64, "cpu", (5, 7, 6, 3, 4, 2), torch.float64)
     cotangent = random_like(torch.empty(2, 7, 6, 2, dtype=torch.float64), 9)
     everything = gradients(outer_product_mean, arguments, cotangent)[1:]
     leaves = [t.detach().requires_grad_(i in asked) for i, t in enumerate(arguments)]
@@ -66,7 +65,7 @@ def test_gradients_asked(asked: tuple[int, ...]) -> None:
 
 def test_under_vmap_and_autocast() -> None:
     """Casts come before the operator is taken apart, and the divisors stay as they are."""
-    a, b, weight, bias, norm = tensors(torch.float32, "cpu", 5, 7, 6, 3, 4, 2, torch.float32)
+    a, b, weight, bias, norm = tensors(torch.float32, "cpu", (5, 7, 6, 3, 4, 2), torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         got = vmap(outer_product_mean, in_dims=(0, 0, None, None, 0))(a, b, weight, bias, norm)
         expected = outer_product_mean(a, b, weight, bias, norm)

@@ -20,8 +20,11 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Of one tensor of scratch, so that a block stays in the L2 cache between the steps.
-int64_t scratch_bytes(const Tensor& a) { return int64_t{a.is_cuda() ? 32 : 4} << 20; }
+// Of one tensor of scratch. A block of the forward pass stays in the L2 cache between its steps. Backward adds to the
+// gradients of b and of the weight with each block, so its blocks on a GPU are larger.
+int64_t scratch_bytes(const Tensor& a, bool is_backward) {
+  return int64_t{!a.is_cuda() ? 4 : is_backward ? 128 : 32} << 20;
+}
 
 // at::mm would copy other matrices anew for each block.
 Tensor readable(const Tensor& t) {
@@ -43,8 +46,11 @@ void add_product(Tensor sum, const Tensor& x, const Tensor& y) {
     sum.add_(at::mm(x, y));
   } else {
     const int64_t rest = detail::rows_cublas_may_leave_out(x.t(), y), whole = y.size(0) - rest;
-    sum.add_(at::mm(x.narrow(1, 0, whole), y.narrow(0, 0, whole), at::kFloat));
-    if (rest > 0) sum.add_(at::mm(x.narrow(1, whole, rest), y.narrow(0, whole, rest), at::kFloat));
+    const auto add = [&](int64_t begin, int64_t size) {
+      if (size > 0) at::addmm_out(sum, sum, x.narrow(1, begin, size), y.narrow(0, begin, size), at::kFloat);
+    };
+    add(0, whole);
+    add(whole, rest);
   }
 }
 
@@ -55,7 +61,7 @@ struct Block {
 
 class Pairs {
  public:
-  Pairs(const Tensor& a, const Tensor& b, const OptionalTensor& norm)
+  Pairs(const Tensor& a, const Tensor& b, const OptionalTensor& norm, bool is_backward)
       : batch_(batch_of(a)),
         s_(a.size(-3)),
         n_(a.size(-2)),
@@ -71,7 +77,7 @@ class Pairs {
       for (Tensor* t : {&a_, &b_}) *t = at::constant_pad_nd(*t, {0, 0, 0, detail::kRowsOfCublasTile - rest});
     }
     const int64_t row = m_ * c_ * d_, bytes = std::max<int64_t>(row * a.element_size(), 1);
-    rows_ = std::clamp<int64_t>(scratch_bytes(a) / bytes, 1, std::max<int64_t>(n_, 1));
+    rows_ = std::clamp<int64_t>(scratch_bytes(a, is_backward) / bytes, 1, std::max<int64_t>(n_, 1));
     // It may round the parts of a small one, too.
     const bool wide = padded && rows_ * row < int64_t{1} << 22;
     outer_ = at::empty({rows_, c_, m_, d_}, wide ? a.options().dtype(at::kFloat) : a.options());
@@ -145,7 +151,7 @@ Tensor outer_product_mean_kernel(const Tensor& a, const Tensor& b, const Tensor&
   check_outer_product_mean(a, b, weight, bias, norm);
   Tensor out = detail::empty_outer_product_mean(a, b, weight);
   if (out.numel() == 0) return out;
-  const Pairs pairs(a, b, norm);
+  const Pairs pairs(a, b, norm, /*is_backward=*/false);
   const Tensor w = readable(weight).t(), out_pairs = pairs.as_pairs(out);
   pairs.for_each_block([&](const Block& block) {
     const Tensor h = pairs.divided(block);
@@ -169,7 +175,7 @@ detail::OuterProductGradients outer_product_mean_backward_kernel(const Tensor& g
   const auto [for_a, for_b, for_weight, for_norm] = output_mask;
   const bool needs_h = for_weight || for_norm, needs_dh = for_a || for_b || for_norm;
   if (!needs_h && !needs_dh) return {da, db, dweight, dnorm};
-  const Pairs pairs(a, b, norm);
+  const Pairs pairs(a, b, norm, /*is_backward=*/true);
   const Tensor w = readable(weight), grad_pairs = pairs.as_pairs(grad);
   const Tensor scratch = needs_dh ? pairs.more_scratch() : Tensor();
   const auto wide = a.options().dtype(a.element_size() == 2 ? at::kFloat : a.scalar_type());

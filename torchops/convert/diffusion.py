@@ -99,6 +99,7 @@ class _WithAttention(Replacement):
     released forward runs."""
 
     operator = "myops::gate"
+    _packs = False  # products of one input, in inference on a GPU: a step that is a graph packs the weights once
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if reason := self.why_not():
@@ -145,10 +146,11 @@ class _WithAttention(Replacement):
         return self.linear(gated, at + "proj_o")
 
     def _products(self, x: Tensor, *layers: str) -> Sequence[Tensor]:
-        """Of linear layers, of which the first may have a bias; on a GPU in one product, since one has few tiles. In a
-        step that is a graph, the weights are packed once."""
+        """Of linear layers, of which the first may have a bias. One of them has few tiles, so where the weights are
+        packed, they are one product."""
         weights, biases = zip(*map(self.weights, layers), strict=True)
-        if len(layers) == 1 or not x.is_cuda or not _are_plain(x, *weights, *biases):
+        packs = self._packs and x.is_cuda and not torch.is_grad_enabled() and _are_plain(x, *weights, *biases)
+        if len(layers) == 1 or not packs:
             return [self.linear(x, layer) for layer in layers]
         widths = [len(weight) for weight in weights]
         first, *others = biases
@@ -231,6 +233,8 @@ class AttentionPairBias(_WithAttention):
 
 class DiffusionLayer(_WithAttention):
     """Replaces a layer of a diffusion transformer."""
+
+    _packs = True
 
     def __init__(self, of: nn.Module, names: Layers, signature: Signature) -> None:
         super().__init__(of, names, signature)
