@@ -370,4 +370,4 @@ def test_a_step_computes_no_bias_again(package: str, inference: bool, monkeypatc
     steps = kind.recording.constants
     assert "repeat_interleave" not in {s.operator._schema.name.partition("::")[2] for s in steps if s.results is None}
     kept = [t for step in steps for t in step.kept.values()]
-    assert sum(t.shape == (1, HEADS, TOKENS, 8) for t in kept) == 2  # scores of the layers, by heads, padded
+    assert sum(t.shape == (1, HEADS, TOKENS, TOKENS) for t in kept) == 2  # scores of the layers, by heads
