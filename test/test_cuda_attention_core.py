@@ -229,7 +229,8 @@ def test_updates_take_it_on_cuda(
 ) -> None:
     """In a plan, which is another one for each path, and runs several times."""
     if panels == "panels":  # several, of which the last one is smaller
-        monkeypatch.setattr("torchops._triangle_attention.update.triton_fused.budget", lambda *_: 70 * 30 * (3 * 64 * 2 + 8))
+        budget = 70 * 30 * (3 * 64 * 2 + 8)
+        monkeypatch.setattr("torchops._triangle_attention.update.triton_fused.budget", lambda *_: budget)
         monkeypatch.setattr(operators, "plans", Plans())
     w = weights(64, 2, 32, dtype=torch.bfloat16, device="cuda")
     x = random_like(torch.empty(70, 70, 64, dtype=torch.float64), 20).cuda().bfloat16()
