@@ -18,12 +18,11 @@ import pytest
 import torch
 from checks import assert_all_close
 from test_adapters_diffusion import Products, released
-from test_step_graph import again
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchops import replace
-from torchops.convert import denoising, sampling, step_graph
+from torchops.convert import denoising, sampling
 from torchops.convert.denoising import rotation
 from torchops.convert.sampling import Sampler, ScoreModel
 
@@ -345,29 +344,3 @@ def test_a_score_model_that_calls_its_parts_otherwise_shares_nothing(monkeypatch
     model, new = sampler("boltz")
     assert not new.score_model.shares
     assert_all_close([sampled(new, "boltz")], [sampled(model, "boltz")], atol=1e-4, rtol=1e-4)
-
-
-@packages
-@pytest.mark.parametrize("inference", [True, False], ids=["inference mode", "no_grad"])
-def test_a_step_computes_no_bias_again(package: str, inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor anything else that does not depend on the step. Something that calls the function again stands in for the
-    graph."""
-    for name, value in {
-        **{"DEVICE": "cpu", "_capture": again, "_settings": torch.is_inference_mode_enabled},
-        **{"_drawn": lambda: torch.get_rng_state().tolist(), "_capturing": bool, "_available": lambda: 2**40},
-    }.items():
-        monkeypatch.setattr(step_graph, name, value)
-    model, new = sampler(package)
-    call = conditions(package) | {"multiplicity": 3}
-    with torch.inference_mode() if inference else torch.no_grad():
-        for _ in range(5):
-            call |= {"r_noisy": torch.randn(3, ATOMS, 3), "times": torch.rand(1).expand(3)}
-            got, expected = new.score_model(**call), model.score_model(**call)
-            got, expected = (value["r_update"] if package == "boltzgen" else value for value in (got, expected))
-            assert_all_close([got], [expected], atol=1e-3, rtol=1e-3)
-    (kind,) = step_graph._graphs(new.score_model).kinds.values()
-    assert kind.recording is not None
-    steps = kind.recording.constants
-    assert "repeat_interleave" not in {s.operator._schema.name.partition("::")[2] for s in steps if s.results is None}
-    kept = [t for step in steps for t in step.kept.values()]
-    assert sum(t.shape == (1, HEADS, TOKENS, TOKENS) for t in kept) == 2  # scores of the layers, by heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchops.convert import diffusion
+from torchops.convert.constants import Constants
 
 CUDA = torch.cuda.is_available()
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not CUDA, reason="no CUDA"))]
@@ -87,28 +89,31 @@ def test_triangles_are_taken_on_cuda() -> None:
     assert "myops::triangle_attention" in {event.name for event in profiler.events() or ()}
 
 
-@pytest.mark.skipif(not CUDA, reason="no CUDA")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not CUDA, reason="no CUDA"))])
 @pytest.mark.parametrize("biases", [(), ("q",), ("q", "k", "v")], ids=str)
 @pytest.mark.parametrize("own_keys", [False, True])
-def test_packed_projections_on_cuda(biases: tuple[str, ...], own_keys: bool) -> None:
-    class Layer(diffusion._WithAttention):
-        _packs = True
+def test_packed_projections(device: str, biases: tuple[str, ...], own_keys: bool) -> None:
+    """Of a recorded step."""
 
+    class Layer(diffusion._WithAttention):
         def __init__(self) -> None:
             torch.nn.Module.__init__(self)
-            self.layers = {f"proj_{name}": torch.nn.Linear(16, 24, bias=name in biases).cuda() for name in "qkvgo"}
-            self.layers["proj_o"] = torch.nn.Linear(24, 16).cuda()
+            linear = functools.partial(torch.nn.Linear, device=device)
+            self.layers = {f"proj_{name}": linear(16, 24, bias=name in biases) for name in "qkvg"}
+            self.layers["proj_o"] = linear(24, 16)
 
         def weights(self, layer: str) -> Any:
             return self.layers[layer].weight, self.layers[layer].bias
 
     layer = Layer()
-    s, keys, bias = (torch.randn(2, 5, c, device="cuda") for c in (16, 16, 15))
-    bias, mask, k_in = bias.unflatten(-1, (5, HEADS)), torch.ones(2, 5, device="cuda"), keys if own_keys else s
+    s, keys, bias = (torch.randn(2, 5, c, device=device) for c in (16, 16, 15))
+    bias, mask, k_in = bias.unflatten(-1, (5, HEADS)), torch.ones(2, 5, device=device), keys if own_keys else s
     with torch.no_grad():
         q, k, v, g = (layer.layers[f"proj_{name}"](x) for name, x in zip("qkvg", (s, k_in, k_in, s), strict=True))
         q, k, v = (t.unflatten(-1, (HEADS, -1)) for t in (q, k, v))
         o = diffusion.attention(q, k, v, bias, mask, 1e6, 1)
         want = layer.layers["proj_o"](o * g.sigmoid())
-        got = layer.attend("", s, bias, mask, k_in, HEADS, 1e6, 1)
+        with Constants([]) as recorded:
+            got = layer.attend("", s, bias, mask, k_in, HEADS, 1e6, 1)
+    assert ("aten::cat" in [step.operator._schema.name for step in recorded.steps]) == ("k" not in biases)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

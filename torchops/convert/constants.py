@@ -9,8 +9,10 @@ operator reads whose own results change. In place of the others, later calls get
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,6 +23,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Their results depend on no value, and are there to be written to.
 _FRESH = ("empty", "zeros", "ones", "full", "rand")
+
+_modes = threading.local()
+
+
+def keeps() -> bool:
+    """Whether this thread is in a call of which what depends on constants alone is computed once."""
+    return bool(getattr(_modes, "entered", 0))
+
+
+class _Mode(TorchDispatchMode):
+    """Below autograd, which is off: it compares devices, also those of tensors without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._below = ExitStack()
+
+    def __enter__(self) -> Any:
+        self._below.enter_context(torch._C._AutoDispatchBelowAutograd())
+        _modes.entered = getattr(_modes, "entered", 0) + 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _modes.entered -= 1
+        self._below.close()
 
 
 class _Place(NamedTuple):
@@ -41,7 +68,7 @@ class _Step:
     kept: dict[int, Tensor] = field(default_factory=dict)
 
 
-class Constants(TorchDispatchMode):
+class Constants(_Mode):
     """Records the call within it of a function that gets the tensors `given`, which stay."""
 
     def __init__(self, given: Iterable[Tensor]) -> None:
@@ -98,7 +125,7 @@ class Constants(TorchDispatchMode):
         return sum({s.data_ptr(): s.nbytes() for s in kept if s.data_ptr() not in given}.values())
 
 
-class Known(TorchDispatchMode):
+class Known(_Mode):
     """A later call of the function whose :class:`Constants` these `steps` are.
 
     Raises:

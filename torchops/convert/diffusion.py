@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from torchops.convert.module import Call, Layers, Parameters, Replacement, Shape, needs_grad, random, restored
+from torchops.convert import constants
+from torchops.convert.conditioning import ADAPTIVE_NORMS, GATES, Conditions, given
+from torchops.convert.module import Call, Layers, Parameters, Replacement, Shape, are_plain, once, random, restored
 from torchops.convert.signature import Signature
 from torchops.nn.layers import has_hooks
 
 _OPS: Any = torch.ops.myops
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 def _under(prefix: str, layers: Mapping[str, str]) -> dict[str, str]:
@@ -85,13 +85,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, inf: 
 def _takes_triangles(q: Tensor, k: Tensor, bias: Tensor, mask: Tensor) -> bool:
     """Whether the operator computes this, which broadcasts no batch, and does so faster than PyTorch."""
     fits = len(q) == len(k) and len(bias) > 0 and len(q) % len(bias) == 0 and len(mask) in (1, len(q))
-    return q.is_cuda and len(q) > 0 and fits and _are_plain(q, k, bias, mask)
-
-
-def once(x: Tensor) -> Tensor:
-    """The first row of an `x` of equal rows that gets no gradient, `x` otherwise. Rows that share memory are equal,
-    whatever is in them."""
-    return x[:1] if x.shape[0] > 1 and x.stride(0) == 0 and not needs_grad(x) else x
+    return q.is_cuda and len(q) > 0 and fits and are_plain(q, k, bias, mask)
 
 
 class _WithAttention(Replacement):
@@ -99,7 +93,6 @@ class _WithAttention(Replacement):
     released forward runs."""
 
     operator = "myops::gate"
-    _packs = False  # products of one input, in inference on a GPU: a step that is a graph packs the weights once
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if reason := self.why_not():
@@ -141,44 +134,42 @@ class _WithAttention(Replacement):
         q, k, v = (t.unflatten(-1, (heads, t.shape[-1] // heads)) for t in projections)
         o = attention(q, k, v, bias, mask, inf, samples)
         weight, of_gate = self.weights(at + "proj_g")
-        plain = _are_plain(o, s, weight, of_gate)
+        plain = are_plain(o, s, weight, of_gate)
         gated = _OPS.gate(o, s, weight, of_gate) if plain else F.linear(s, weight, of_gate).sigmoid() * o
         return self.linear(gated, at + "proj_o")
 
     def _products(self, x: Tensor, *layers: str) -> Sequence[Tensor]:
-        """Of linear layers, of which the first may have a bias. One of them has few tiles, so where the weights are
-        packed, they are one product."""
+        """Of linear layers, of which the first may have a bias. One of them has few tiles, so where weights are packed
+        only once, they are one product."""
         weights, biases = zip(*map(self.weights, layers), strict=True)
-        packs = self._packs and x.is_cuda and not torch.is_grad_enabled() and _are_plain(x, *weights, *biases)
-        if len(layers) == 1 or not packs:
+        first, *others = biases
+        packs = len(layers) > 1 and constants.keeps() and are_plain(x, *weights, first)
+        if not packs or any(bias is not None for bias in others):
             return [self.linear(x, layer) for layer in layers]
         widths = [len(weight) for weight in weights]
-        first, *others = biases
-        if any(bias is not None for bias in others):
-            return [self.linear(x, layer) for layer in layers]
         packed = None if first is None else F.pad(first, (0, sum(widths[1:])))
         products: Sequence[Tensor] = _OPS._linear(x, torch.cat(weights), packed).split(widths, -1)
         return products
 
     def norm(self, x: Tensor, layer: str, eps: float) -> Tensor:
         weight, bias = self.parameter(layer, "weight"), self.parameter(layer, "bias")
-        norm = _OPS.layer_norm if _are_plain(x, weight, bias) else F.layer_norm
+        norm = _OPS.layer_norm if are_plain(x, weight, bias) else F.layer_norm
         result: Tensor = norm(x, x.shape[-1:], weight, bias, eps)
         return result
 
     def linear(self, x: Tensor, layer: str) -> Tensor:
         weight, bias = self.weights(layer)
-        return _OPS._linear(x, weight, bias) if _are_plain(x, weight, bias) else F.linear(x, weight, bias)
+        return _OPS._linear(x, weight, bias) if are_plain(x, weight, bias) else F.linear(x, weight, bias)
 
     def gate(self, x: Tensor, layer: str) -> Tensor:
         """The sigmoid of a linear layer."""
         weight, bias = self.weights(layer)
-        return _OPS.dense(x, weight, bias) if _are_plain(x, weight, bias) else F.linear(x, weight, bias).sigmoid()
+        return _OPS.dense(x, weight, bias) if are_plain(x, weight, bias) else F.linear(x, weight, bias).sigmoid()
 
     def swiglu(self, x: Tensor, layer: str) -> Tensor:
         """Of a linear layer, the first half of the features times the SiLU of the second."""
         weight, bias = self.weights(layer)
-        if not _are_plain(x, weight, bias):
+        if not are_plain(x, weight, bias):
             up, gate = F.linear(x, weight, bias).chunk(2, -1)
             return F.silu(gate) * up
         w, w_gate = weight.chunk(2)
@@ -194,11 +185,6 @@ class _WithAttention(Replacement):
 def _is_of_class(child: Any, of: Any) -> bool:
     """Whether both modules are of one class. `torch.export` passes its own subclasses on."""
     return type(child) is type(of) or (torch.compiler.is_exporting() and isinstance(child, type(of)))
-
-
-def _are_plain(*tensors: Tensor | None) -> bool:
-    """Whether none is of a subclass that knows ATen's operators alone, such as quantized weights."""
-    return all(t is None or type(t) in _PLAIN for t in tensors)
 
 
 class AttentionPairBias(_WithAttention):
@@ -234,13 +220,11 @@ class AttentionPairBias(_WithAttention):
 class DiffusionLayer(_WithAttention):
     """Replaces a layer of a diffusion transformer."""
 
-    _packs = True
-
     def __init__(self, of: nn.Module, names: Layers, signature: Signature) -> None:
         super().__init__(of, names, signature)
         inside: Any = of.get_submodule("pair_bias_attn")
         self._heads, self._inf = int(inside.num_heads), float(inside.inf)
-        norms = (f"{at}adaln.{norm}" for at in ("", "transition.") for norm in ("a_norm", "s_norm"))
+        norms = (f"{at}.{norm}" for at in ADAPTIVE_NORMS for norm in ("a_norm", "s_norm"))
         self._eps = {norm: float(of.get_submodule(norm).eps) for norm in norms}  # type: ignore[arg-type]
 
     def compute(
@@ -252,33 +236,45 @@ class DiffusionLayer(_WithAttention):
         to_keys: Callable[[Tensor], Tensor] | None = None,
         multiplicity: int = 1,
     ) -> Tensor:
-        if len(s) == len(a):
-            s = once(s)  # in sampling, the products with it are those of one sample
-        b = self._adaptive_norm(a, s, "adaln")
+        of_s = self._conditions(s, samples=len(a))
+        b = self._adaptive_norm(a, "adaln", of_s.scale, of_s.shift)
         keys = b
         if to_keys is not None:
             keys, mask = to_keys(b), to_keys(mask.unsqueeze(-1)).squeeze(-1)
         b = self.attend("pair_bias_attn.", b, bias, mask, keys, self._heads, self._inf, multiplicity)
-        a = torch.addcmul(a, self.gate(s, "output_projection_linear"), b)
-        b = self._adaptive_norm(a, s, "transition.adaln")
+        a = torch.addcmul(a, of_s.gate, b)
+        b = self._adaptive_norm(a, "transition.adaln", of_s.transition_scale, of_s.transition_shift)
         hidden = self.swiglu(b, "transition.swish_gate.0") * self.linear(b, "transition.a_to_b")
         b = self.linear(hidden, "transition.b_to_a")
-        return torch.addcmul(a, self.gate(s, "transition.output_projection.0"), b)
+        return torch.addcmul(a, of_s.transition_gate, b)
 
-    def _adaptive_norm(self, a: Tensor, s: Tensor, at: str) -> Tensor:
-        a, s = (self.norm(x, layer, self._eps[layer]) for x, layer in ((a, f"{at}.a_norm"), (s, f"{at}.s_norm")))
-        return torch.addcmul(self.linear(s, f"{at}.s_bias"), self.gate(s, f"{at}.s_scale"), a)
+    def _adaptive_norm(self, a: Tensor, at: str, scale: Tensor, shift: Tensor) -> Tensor:
+        return torch.addcmul(shift, scale, self.norm(a, f"{at}.a_norm", self.eps(f"{at}.a_norm")))
+
+    def eps(self, norm: str) -> float:
+        return self._eps[norm]
+
+    def _conditions(self, s: Tensor, samples: int) -> Conditions:
+        if len(s) == samples:
+            if (known := given(self, s)) is not None:
+                return known
+            s = once(s)  # in sampling, the products with it are those of one sample
+        of_norms = []
+        for at in ADAPTIVE_NORMS:
+            normed = self.norm(s, f"{at}.s_norm", self.eps(f"{at}.s_norm"))
+            of_norms.append((self.gate(normed, f"{at}.s_scale"), self.linear(normed, f"{at}.s_bias")))
+        gates = [(self.gate(s, layer),) for layer in GATES]
+        return Conditions(*of_norms[0], *gates[0], *of_norms[1], *gates[1])
 
     @classmethod
     def sizes(cls, names: Layers, parameters: Mapping[str, nn.Parameter | None]) -> Mapping[str, Shape]:
         c, c_s = (_size(parameters, "output_projection_linear.weight", dim) for dim in (0, 1))
         hidden = _size(parameters, "transition.a_to_b.weight", 0)
         norm = {"a_norm": (c,), "s_norm": (c_s,), "s_scale": (c, c_s), "s_bias": (c, c_s)}
-        gates = ("output_projection_linear", "output_projection.0", "transition.output_projection.0")
         return {
-            **{f"{at}adaln.{name}": shape for at in ("", "transition.") for name, shape in norm.items()},
+            **{f"{at}.{name}": shape for at in ADAPTIVE_NORMS for name, shape in norm.items()},
             **{f"pair_bias_attn.{name}": (c, c) for name in _ATTENTION},
-            **dict.fromkeys(gates, (c, c_s)),
+            **dict.fromkeys((*GATES, "output_projection.0"), (c, c_s)),
             "transition.swish_gate.0": (2 * hidden, c),
             "transition.a_to_b": (hidden, c),
             "transition.b_to_a": (c, hidden),

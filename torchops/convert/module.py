@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torchops.convert.registry import like
 from torchops.convert.signature import Signature
@@ -175,3 +176,17 @@ def random(generator: torch.Generator, *shape: int) -> Tensor:
 
 def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+_PLAIN_TENSORS = (Tensor, nn.Parameter, FakeTensor)
+
+
+def are_plain(*tensors: Tensor | None) -> bool:
+    """Whether none is of a subclass that knows ATen's operators alone, such as quantized weights."""
+    return all(t is None or type(t) in _PLAIN_TENSORS for t in tensors)
+
+
+def once(x: Tensor) -> Tensor:
+    """The first row of an `x` of equal rows that gets no gradient, `x` otherwise. Rows that share memory are equal,
+    whatever is in them."""
+    return x[:1] if x.shape[0] > 1 and x.stride(0) == 0 and not needs_grad(x) else x

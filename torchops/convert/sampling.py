@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torchops.convert import constants
+from torchops.convert.conditioning import conditioned
 from torchops.convert.denoising import LEAST_POINTS, denoise
-from torchops.convert.diffusion import once
-from torchops.convert.module import Replacement, restored
+from torchops.convert.diffusion import DiffusionLayer
+from torchops.convert.module import Replacement, once, restored
 from torchops.convert.probe import compared, plain_float32
 from torchops.convert.registry import like
 from torchops.convert.signature import Signature
@@ -206,6 +208,8 @@ class ScoreModel(StepGraph):
         former: nn.Module = restored(self.__dict__["_former"], self)
         if not args and self.shares and _of_one_level(kwargs) and not self._seen():
             _share(former, kwargs)
+        if constants.keeps() and isinstance(transformer := former._modules.get(TRANSFORMER), nn.Module):
+            former._modules[TRANSFORMER] = _Conditioned(transformer)
         return former(**kwargs) if not args else former(*args, **kwargs)
 
     @property
@@ -272,6 +276,22 @@ class _Transformer(nn.Module):
 
     def forward(self, *args: Any, mask: Tensor, **kwargs: Any) -> Any:
         return self.of(*args, mask=self.mask.to(mask.dtype).expand(mask.shape), **kwargs)
+
+
+class _Conditioned(nn.Module):
+    """The same part, for whose layers all that depends on the conditioning alone is computed before."""
+
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        s = kwargs.get("s")
+        layers = [module for module in self.of.modules() if isinstance(module, DiffusionLayer)]
+        if not layers or not isinstance(s, Tensor):
+            return self.of(*args, **kwargs)
+        with conditioned(layers, s):
+            return self.of(*args, **kwargs)
 
 
 class _SeenError(Exception):

@@ -1,4 +1,4 @@
-"""What a recorded step depends on besides its arguments: the modules inside, their hooks, and where their tensors are.
+"""What a recorded step depends on besides its arguments: the modules inside, their hooks, and their tensors.
 
 It is looked at before every step, so the look is short: one comparison of dictionaries with their copies, which Python
 does without a loop of ours, and the places of tensors. Only if that finds a difference, all modules are walked.
@@ -82,7 +82,8 @@ def _inside(module: nn.Module) -> list[nn.Module]:
 
 
 def _place(t: Tensor) -> Any:
-    return t.data_ptr(), t.dtype, t.stride()
+    """Where a tensor is, and what changes with its content."""
+    return t.data_ptr(), t.dtype, t.stride(), None if t.is_inference() else t._version
 
 
 def _is_attribute(value: Any) -> bool:

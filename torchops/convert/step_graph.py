@@ -45,7 +45,8 @@ class StepGraph(Replacement):
 
     A kind is the sizes and dtypes of tensors and everything else in the arguments. Tensors that were the same object in
     the second call as in the first are read where they are, the others are copied into the memory of the graph. What is
-    computed from the former alone is computed once, before the graph: nobody may change them through ``.data``.
+    computed from the former and from parameters alone is computed once, before the graph: nobody may change them
+    through ``.data`` while the calls go on.
 
     A graph goes when one of those tensors does, which is when the prediction ends, or for a newer one. It is off under
     autograd, in training, under ``torch.compile`` and in a capture of the caller, where a module inside has hooks,
@@ -253,7 +254,8 @@ class _Graphs:
         if any(each._compiled_call_impl is not None for each in module.modules()):
             return module.released(*args, **kwargs)  # what compiled code reads is not seen
         leaves = enumerate(pytree.tree_leaves((args, kwargs)))
-        constants = Constants(t for i, leaf in leaves if i not in kind.varying for t in _held(leaf))
+        given = [t for i, leaf in leaves if i not in kind.varying for t in _held(leaf)]
+        constants = Constants([*given, *module.parameters(), *module.buffers()])
         with _without_cache(), constants:
             result = module.released(*args, **kwargs)
         size = constants.finish(result)
