@@ -12,9 +12,9 @@ from checks import assert_all_close
 from test_adapters_sampling import ATOMS, HEADS, TOKENS, C, conditions, packages, sampler
 from test_step_graph import again
 from torch import Tensor, nn
-from torchops.convert.conditioning import conditioned, given
 
 from torchops.convert import step_graph
+from torchops.convert.conditioning import conditioned, given
 from torchops.convert.diffusion import DiffusionLayer
 
 pytestmark = [pytest.mark.xdist_group("adapters")]
@@ -31,13 +31,13 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(step_graph, name, value)
 
 
-def stepped(model: Any, new: Any, package: str, call: dict[str, Any], steps: int = 1) -> None:
+def stepped(model: Any, new: Any, package: str, call: dict[str, Any], steps: int = 1, tolerance: float = 1e-3) -> None:
     """Both are the same in steps of other noise."""
     for _ in range(steps):
         call |= {"r_noisy": torch.randn(3, ATOMS, 3), "times": torch.rand(1).expand(3)}
         got, expected = new.score_model(**call), model.score_model(**call)
         got, expected = (value["r_update"] if package == "boltzgen" else value for value in (got, expected))
-        assert_all_close([got], [expected], atol=1e-3, rtol=1e-3)
+        assert_all_close([got], [expected], atol=tolerance, rtol=tolerance)
 
 
 def recording(new: Any) -> Any:

@@ -26,11 +26,13 @@ SMALL = {"tokens": 24, "msa": 8, "blocks": 2, "steps": 2, "recycling": 0, "round
 def test_boltz(tmp_path: Path) -> None:
     """The parts add up to the whole, what `replace` did is in the document, and deviations are those of a rounding."""
     sizes = [f"--{name}={value}" for name, value in SMALL.items()]
-    how = ["--device", "cpu", "--variants", "released,replaced", "--precision", "float32", "--no-plots"]
+    how = ["--device", "cpu", "--variants", "released,replaced,replaced-16", "--precision", "float32", "--no-plots"]
     assert main(["whole", "--package", "boltz", *sizes, *how, "--output", str(tmp_path)]) == 0
     document = json.loads((tmp_path / "whole-boltz-24-1.json").read_text())
-    assert list(document["variants"]) == ["released", "replaced"]
-    for result in document["variants"].values():
+    assert list(document["variants"]) == ["released", "replaced", "replaced-16"]
+    in_16_bits = document["variants"]["replaced-16"]["deviations"]["score model, from float64"]["norm"]
+    assert 1e-4 < in_16_bits < 1e-1
+    for result in [document["variants"][name] for name in ("released", "replaced")]:
         assert {"sampling", "pairformer_module", "msa_module", "confidence_module"} <= set(result["parts, s"])
         assert sum(result["parts, s"].values()) == pytest.approx(result["seconds"][0])
         judged = result["deviations"]

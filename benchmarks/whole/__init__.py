@@ -34,7 +34,7 @@ PACKAGES = {
     **{"boltz": "boltz", "boltz-community": "boltz", "boltzgen": "boltz"},
     **{"openfold3": "openfold3", "protenix": "protenix"},
 }
-VARIANTS = ("released", "compiled", "replaced")
+VARIANTS = ("released", "compiled", "replaced", "replaced-16")  # the last with diffusion_dtype=torch.bfloat16
 SIZES = {"tokens": 256, "msa": 1024, "blocks": 0, "steps": 200, "samples": 1, "recycling": 3, "rounds": 1}
 TEXTS = {
     "tokens": "tokens of the input",
@@ -55,9 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{TEXTS[name]} (default: {value})")
     parser.add_argument("--precision", choices=("bf16-mixed", "float32", "tf32"), default="bf16-mixed")
-    parser.add_argument(
-        "--variants", type=lambda text: text.split(","), default=list(VARIANTS), help=f"by comma: {','.join(VARIANTS)}"
-    )
+    variants = f"by comma: {','.join(VARIANTS)} (default: all but the last)"
+    parser.add_argument("--variants", type=lambda text: text.split(","), default=list(VARIANTS[:-1]), help=variants)
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--no-deviations", action="store_true", help="without the runs in float32 and float64")
     parser.add_argument("--no-kernels", action="store_true", help="without the profiler's run")
@@ -139,9 +138,10 @@ def _prepared(
 ) -> Iterator[None]:
     """The model as a variant wants it. `replace` is not undone, so it comes last."""
     compiled = []
-    if variant == "replaced":
+    if variant.startswith("replaced"):
         progress.state("replace")
-        document["replace"] = measure.replaced(subject)
+        done = measure.replaced(subject, torch.bfloat16 if variant == "replaced-16" else None)
+        document.setdefault("replace", done)
     elif variant == "compiled":
         compiled = [
             layer for name in subject.package.compiled for layer in subject.model.get_submodule(name).children()

@@ -114,11 +114,11 @@ def _kernels(subject: Subject, precision: str, kinds: Mapping[str, str]) -> dict
     }
 
 
-def replaced(subject: Subject) -> dict[str, Any]:
+def replaced(subject: Subject, diffusion_dtype: torch.dtype | None = None) -> dict[str, Any]:
     """Calls `replace`; what it did, by name without numbers, and how long it took."""
     kinds = classes(subject)
     start = time.perf_counter()
-    found = torchops.replace(subject.model)
+    found = torchops.replace(subject.model, diffusion_dtype=diffusion_dtype)
     seconds = time.perf_counter() - start
 
     def counted(names: Any) -> dict[str, int]:

@@ -5,7 +5,7 @@ all layers are one."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -37,7 +37,7 @@ class Conditions(NamedTuple):
 
 class ConditionedLayer(Protocol):
     def parameter(self, layer: str, name: str) -> Tensor | None: ...
-    def weights(self, layer: str) -> _Linear: ...
+    def cast(self, t: Tensor) -> Tensor: ...
     def eps(self, norm: str) -> float: ...
 
 
@@ -72,9 +72,9 @@ def _of_all(layers: Sequence[ConditionedLayer], s: Tensor) -> Mapping[int, Condi
     factors = [layer.parameter(norm, "weight") for layer in layers for norm in norms]
     terms = [layer.parameter(norm, "bias") for layer in layers for norm in norms]
     scales, shifts = (
-        [layer.weights(f"{at}.{name}") for layer in layers for at in ADAPTIVE_NORMS] for name in ("s_scale", "s_bias")
+        [_linear(layer, f"{at}.{name}") for layer in layers for at in ADAPTIVE_NORMS] for name in ("s_scale", "s_bias")
     )
-    gates = [layer.weights(name) for layer in layers for name in GATES]
+    gates = [_linear(layer, name) for layer in layers for name in GATES]
     eps = {layer.eps(norm) for layer in layers for norm in norms}
     shapes = {weight.shape for weight, _ in (*scales, *shifts, *gates)}
     alike = all(len({bias is None for _, bias in linears}) == 1 for linears in (scales, shifts, gates))
@@ -82,20 +82,30 @@ def _of_all(layers: Sequence[ConditionedLayer], s: Tensor) -> Mapping[int, Condi
         return {}
     if not are_plain(s, *factors, *(t for linear in (*scales, *shifts, *gates) for t in linear)):
         return {}
+    cast = layers[0].cast
     xhat = _OPS.layer_norm(s, s.shape[-1:], None, None, eps.pop())
-    scale = _products(_OPS.dense, xhat, _times(scales, factors))
-    shift = _products(_OPS._linear, xhat, _times(shifts, factors))
-    gate = _products(_OPS.dense, s, gates)
+    scale = _products(_OPS.dense, xhat, _times(scales, factors), cast)
+    shift = _products(_OPS._linear, xhat, _times(shifts, factors), cast)
+    gate = _products(_OPS.dense, s, gates, cast)
     parts = list(zip(scale, shift, gate, strict=True))
     return {id(layer): Conditions(*parts[2 * i], *parts[2 * i + 1]) for i, layer in enumerate(layers)}
+
+
+def _linear(layer: ConditionedLayer, name: str) -> _Linear:
+    weight = layer.parameter(name, "weight")
+    assert weight is not None
+    return weight, layer.parameter(name, "bias")
 
 
 def _times(linears: Sequence[_Linear], factors: Sequence[Tensor | None]) -> Sequence[_Linear]:
     return [(w if by is None else w * by, bias) for (w, bias), by in zip(linears, factors, strict=True)]
 
 
-def _products(operator: Any, x: Tensor, linears: Sequence[_Linear]) -> Sequence[Tensor]:
+def _products(
+    operator: Any, x: Tensor, linears: Sequence[_Linear], cast: Callable[[Tensor], Tensor]
+) -> Sequence[Tensor]:
     """Of linear layers of one size, all with a bias or none."""
     weights, biases = zip(*linears, strict=True)
-    result: Tensor = operator(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))
+    bias = None if biases[0] is None else cast(torch.cat(biases))
+    result: Tensor = operator(cast(x), cast(torch.cat(weights)), bias)
     return result.chunk(len(linears), -1)

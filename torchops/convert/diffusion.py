@@ -1,7 +1,8 @@
 """The layer of a diffusion transformer of a public package (Abramson et al. 2024, algorithms 23 to 26), and attention
 with pair bias (algorithm 24), and their replacements.
 
-They compute in the released dtypes. With bias b, q and k of `heads` heads of d features, and a mask m of 0 and 1,
+They compute in the released dtypes, or in the one that :func:`replace` was given. With bias b, q and k of `heads` heads
+of d features, and a mask m of 0 and 1,
 
     a = softmax(q @ k.T / sqrt(d) + b + (1 - m) * -inf) @ v
 """
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from torchops.convert import constants
 from torchops.convert.conditioning import ADAPTIVE_NORMS, GATES, Conditions, given
 from torchops.convert.module import Call, Layers, Parameters, Replacement, Shape, are_plain, once, random, restored
+from torchops.convert.registry import TakesDiffusionDtype
 from torchops.convert.signature import Signature
 from torchops.nn.layers import has_hooks
 
@@ -51,21 +53,31 @@ OF_LAYER = Layers(
 )
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, inf: float, samples: int) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor,
+    inf: float,
+    samples: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """The result, `(batch, queries, heads * d)`, in the dtype of `v`.
 
-    Computed in float32, as released: on a GPU by the attention of triangles, whose rows are the samples; on the CPU by
-    PyTorch's, which is faster there.
+    Computed in `dtype`, which is float32 as released: on a GPU by the attention of triangles, whose rows are the
+    samples; on the CPU by PyTorch's, which is faster there.
 
     Args:
         q: `(batch, queries, heads, d)`. `k` and `v`: the same with keys.
         bias: `(batch / samples, queries, keys, heads)`; each repeats for the `samples` that follow one another.
         mask: `(batch, keys)`, 1 for keys to keep.
     """
-    mask, bias = once(mask).float(), bias.permute(0, 3, 1, 2).float()
+    mask, bias = once(mask).to(dtype), bias.permute(0, 3, 1, 2).to(dtype)
+    inf = min(inf, torch.finfo(dtype).max / 4)  # a row without any key stays finite
     rows = len(q) // max(len(bias), 1)
     with torch.autocast("cuda", enabled=False):
-        q, k, by_keys = (t.float().transpose(1, 2) for t in (q, k, v))
+        q, k, by_keys = (t.to(dtype).transpose(1, 2) for t in (q, k, v))
         if _takes_triangles(q, k, bias, mask):
             kept = None
             if rows == 1 or len(mask) == 1:
@@ -132,7 +144,7 @@ class _WithAttention(Replacement):
         else:
             projections = *self._products(s, f"{at}proj_q"), *self._products(k_in, f"{at}proj_k", f"{at}proj_v")
         q, k, v = (t.unflatten(-1, (heads, t.shape[-1] // heads)) for t in projections)
-        o = attention(q, k, v, bias, mask, inf, samples)
+        o = attention(q, k, v, bias, mask, inf, samples, self.attention_dtype)
         weight, of_gate = self.weights(at + "proj_g")
         plain = are_plain(o, s, weight, of_gate)
         gated = _OPS.gate(o, s, weight, of_gate) if plain else F.linear(s, weight, of_gate).sigmoid() * o
@@ -159,11 +171,13 @@ class _WithAttention(Replacement):
 
     def linear(self, x: Tensor, layer: str) -> Tensor:
         weight, bias = self.weights(layer)
+        x = self.cast(x)
         return _OPS._linear(x, weight, bias) if are_plain(x, weight, bias) else F.linear(x, weight, bias)
 
     def gate(self, x: Tensor, layer: str) -> Tensor:
         """The sigmoid of a linear layer."""
         weight, bias = self.weights(layer)
+        x = self.cast(x)
         return _OPS.dense(x, weight, bias) if are_plain(x, weight, bias) else F.linear(x, weight, bias).sigmoid()
 
     def swiglu(self, x: Tensor, layer: str) -> Tensor:
@@ -177,9 +191,17 @@ class _WithAttention(Replacement):
         return _OPS.glu(x, w, w_gate, b, b_gate, activation="silu")
 
     def weights(self, layer: str) -> tuple[Tensor, Tensor | None]:
-        weight = self.parameter(layer, "weight")
+        weight, bias = self.parameter(layer, "weight"), self.parameter(layer, "bias")
         assert weight is not None
-        return weight, self.parameter(layer, "bias")
+        return self.cast(weight), None if bias is None else self.cast(bias)
+
+    @property
+    def attention_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def cast(self, t: Tensor) -> Tensor:
+        """An operand of a product."""
+        return t
 
 
 def _is_of_class(child: Any, of: Any) -> bool:
@@ -217,7 +239,7 @@ class AttentionPairBias(_WithAttention):
             yield Call(f"{repeats}=2", many, {repeats: 2}, (0, 1, 3))
 
 
-class DiffusionLayer(_WithAttention):
+class DiffusionLayer(_WithAttention, TakesDiffusionDtype):
     """Replaces a layer of a diffusion transformer."""
 
     def __init__(self, of: nn.Module, names: Layers, signature: Signature) -> None:
@@ -240,16 +262,23 @@ class DiffusionLayer(_WithAttention):
         b = self._adaptive_norm(a, "adaln", of_s.scale, of_s.shift)
         keys = b
         if to_keys is not None:
-            keys, mask = to_keys(b), to_keys(mask.unsqueeze(-1)).squeeze(-1)
+            keys, mask = self.cast(to_keys(b.to(a.dtype))), to_keys(mask.unsqueeze(-1)).squeeze(-1)
         b = self.attend("pair_bias_attn.", b, bias, mask, keys, self._heads, self._inf, multiplicity)
-        a = torch.addcmul(a, of_s.gate, b)
+        a = torch.addcmul(a, of_s.gate, b)  # in the dtype of the stream, which is the wider one
         b = self._adaptive_norm(a, "transition.adaln", of_s.transition_scale, of_s.transition_shift)
         hidden = self.swiglu(b, "transition.swish_gate.0") * self.linear(b, "transition.a_to_b")
         b = self.linear(hidden, "transition.b_to_a")
         return torch.addcmul(a, of_s.transition_gate, b)
 
     def _adaptive_norm(self, a: Tensor, at: str, scale: Tensor, shift: Tensor) -> Tensor:
-        return torch.addcmul(shift, scale, self.norm(a, f"{at}.a_norm", self.eps(f"{at}.a_norm")))
+        return torch.addcmul(shift, scale, self.cast(self.norm(a, f"{at}.a_norm", self.eps(f"{at}.a_norm"))))
+
+    @property
+    def attention_dtype(self) -> torch.dtype:
+        return self.diffusion_dtype or torch.float32
+
+    def cast(self, t: Tensor) -> Tensor:
+        return t if self.diffusion_dtype is None else t.to(self.diffusion_dtype)
 
     def eps(self, norm: str) -> float:
         return self._eps[norm]

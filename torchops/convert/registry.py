@@ -62,7 +62,15 @@ def swapper(turn: Turn) -> Callable[[Swapper], Swapper]:
     return registered
 
 
-def replace(model: nn.Module, declared: Declared | None = None) -> Report:
+class TakesDiffusionDtype:
+    """A replacement in which :func:`replace` sets this dtype."""
+
+    diffusion_dtype: torch.dtype | None = None
+
+
+def replace(
+    model: nn.Module, declared: Declared | None = None, *, diffusion_dtype: torch.dtype | None = None
+) -> Report:
     """Replaces layers of ``model`` by layers of torchops that compute the same, with the same parameters.
 
     The model is changed in place. A new layer has the parameters themselves, so optimizers keep working, and all other
@@ -109,11 +117,16 @@ def replace(model: nn.Module, declared: Declared | None = None) -> Report:
             module and returns the arguments that both are called with to compare them; otherwise, ``replace`` guesses
             them from the sizes of the layers.
 
+        diffusion_dtype: in which replaced layers of diffusion transformers multiply and attend, torch.bfloat16 or
+            torch.float16. Their parameters, and what they add to, keep their dtype. None is as released, which is
+            float32 in Boltz and BoltzGen. A later call sets it anew.
+
     Returns:
         What was replaced and what was left; ``str`` of it is a table by class and share of the parameters.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``, or a key of ``declared`` no class of modules.
+        ValueError: ``diffusion_dtype`` is another dtype.
 
     Example:
 
@@ -126,6 +139,8 @@ def replace(model: nn.Module, declared: Declared | None = None) -> Report:
     for kind in declared or {}:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
             raise TypeError(f"replace: expected classes of modules in declared, got {kind!r}")
+    if diffusion_dtype not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"replace: expected diffusion_dtype bfloat16, float16 or None, got {diffusion_dtype}")
     with alone:
         kinds = {name: type(module).__name__ for name, module in model.named_modules(remove_duplicate=False)}
         order = {name: i for i, name in enumerate(kinds)}
@@ -133,6 +148,9 @@ def replace(model: nn.Module, declared: Declared | None = None) -> Report:
         for _, swap in sorted(_swappers.items()):
             for match in swap(model, declared or {}, frozenset(found)):
                 found[match.name] = match
+    for module in model.modules():
+        if isinstance(module, TakesDiffusionDtype):
+            module.diffusion_dtype = diffusion_dtype
     matches = sorted(found.values(), key=lambda match: order.get(match.name, len(order)))
     return Report(matches, shares(model, kinds, matches))
 

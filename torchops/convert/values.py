@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 __all__ = ["PLAIN", "is_same"]
 
-PLAIN = (bool, int, float, complex, str, type(None))
+PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 
 
 def is_same(value: Any, former: Any) -> bool:
