@@ -197,6 +197,23 @@ def _eager_transition(x: Tensor, norm: Tensor, bias: Tensor, gate: Tensor, up: T
     return F.linear(F.silu(F.linear(z, gate)) * F.linear(z, up), down)
 
 
+def _outer_product_sizes(random: Random, limits: Limits) -> Sizes | None:
+    n, sequences = size(random, 16, 900), size(random, 1, 8192)
+    c, out = random.choice([8, 16, 32, 32]), random.choice([32, 64, 128, 128, 256])
+    products = n * n * c * c
+    sizes = {"S": sequences, "N": n, "C": c, "out": out}
+    return sizes if limits.allow(2.0 * products * (sequences + out), products, sequences * n * c) else None
+
+
+def _outer_product_tensors(s: Sizes, new: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
+    a, b = (new(1, s["S"], s["N"], s["C"], scale=s["S"] ** -0.25) for _ in range(2))
+    return a, b, new(s["out"], s["C"] ** 2, scale=1 / s["C"]), new(s["out"])
+
+
+def _eager_outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(torch.einsum("zsic,zsjd->zijcd", a, b).flatten(-2), weight, bias)
+
+
 def _triangle_sizes(random: Random, limits: Limits) -> Sizes | None:
     n, c = size(random, 16, 900), random.choice([16, 32, 64, 96, 128, 128, 192, 256])
     sizes = {"N": n, "c": c, "direction": random.choice(["outgoing", "incoming"])}
@@ -306,6 +323,13 @@ SURVEYED = {
         ),
         Surveyed(
             "transition", _transition_sizes, _transition_tensors, _transition, lambda s: {"eager": _eager_transition}
+        ),
+        Surveyed(
+            "outer_product_mean",
+            _outer_product_sizes,
+            _outer_product_tensors,
+            lambda s: torchops.outer_product_mean,
+            lambda s: {"eager": _eager_outer_product},
         ),
         Surveyed("triangle_multiplicative_update", _triangle_sizes, _triangle_tensors, _triangle, _triangle_ways),
         Surveyed(

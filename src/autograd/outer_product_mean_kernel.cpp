@@ -58,8 +58,8 @@ class WrittenOut {
     return norm_ ? (pairs / norm_->unsqueeze(-1)).to(a_.scalar_type()) : pairs;
   }
 
-  const Tensor &a_, &b_, &weight_;
-  const OptionalTensor& norm_;
+  Tensor a_, b_, weight_;
+  OptionalTensor norm_;
   Tensor h_;
 };
 

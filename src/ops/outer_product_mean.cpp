@@ -30,23 +30,15 @@ detail::OuterProductGradients detail::outer_product_mean_backward(const Tensor& 
 
 namespace {
 
-// `sizes` with the last two of `others`.
-c10::SymDimVector with_last_two(const Tensor& sizes, const c10::SymInt& first, const c10::SymInt& second) {
-  c10::SymDimVector shape(sizes.sym_sizes().slice(0, sizes.dim() - 2));
-  shape.append({first, second});
-  return shape;
-}
-
-c10::SymDimVector norm_shape(const Tensor& a, const Tensor& b) {
+// (*batch, ...)
+c10::SymDimVector of_batch(const Tensor& a, std::initializer_list<c10::SymInt> sizes) {
   c10::SymDimVector shape(a.sym_sizes().slice(0, a.dim() - 3));
-  shape.append({a.sym_size(-2), b.sym_size(-2)});
+  shape.append(sizes);
   return shape;
 }
 
 c10::SymDimVector result_shape(const Tensor& a, const Tensor& b, const Tensor& weight) {
-  c10::SymDimVector shape = norm_shape(a, b);
-  shape.push_back(weight.sym_size(0));
-  return shape;
+  return of_batch(a, {a.sym_size(-2), b.sym_size(-2), weight.sym_size(0)});
 }
 
 void check(const char* op, const Tensor& a, const Tensor& b, const Tensor& weight, const OptionalTensor& bias,
@@ -56,7 +48,7 @@ void check(const char* op, const Tensor& a, const Tensor& b, const Tensor& weigh
   detail::check_matches(op, "b", b, "a", a);
   TORCH_CHECK(b.dim() == a.dim(), op, ": expected b with ", a.dim(), " dimensions to match a, got ",
               detail::to_string(b.sym_sizes()));
-  detail::check_shape(op, "b", b, "a", with_last_two(a, b.sym_size(-2), b.sym_size(-1)));
+  detail::check_shape(op, "b", b, "a", of_batch(a, {a.sym_size(-3), b.sym_size(-2), b.sym_size(-1)}));
   detail::check_matches(op, "weight", weight, "a", a);
   const c10::SymInt features = a.sym_size(-1) * b.sym_size(-1);
   TORCH_CHECK(weight.dim() == 2, op, ": expected weight of shape (out, C * D) with C * D = ", features,
@@ -70,7 +62,7 @@ void check(const char* op, const Tensor& a, const Tensor& b, const Tensor& weigh
   }
   if (norm) {
     detail::check_norm_parameter(op, "norm", *norm, "a", a);
-    detail::check_shape(op, "norm", *norm, "a and b", norm_shape(a, b));
+    detail::check_shape(op, "norm", *norm, "a and b", of_batch(a, {a.sym_size(-2), b.sym_size(-2)}));
   }
 }
 

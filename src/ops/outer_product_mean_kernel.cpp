@@ -61,7 +61,8 @@ struct Block {
 
 class Pairs {
  public:
-  Pairs(const Tensor& a, const Tensor& b, const OptionalTensor& norm, bool is_backward)
+  /// `multiplies`: whether divided() is called, for which there is more scratch.
+  Pairs(const Tensor& a, const Tensor& b, const OptionalTensor& norm, bool is_backward, bool multiplies)
       : batch_(batch_of(a)),
         s_(a.size(-3)),
         n_(a.size(-2)),
@@ -80,7 +81,7 @@ class Pairs {
     rows_ = std::clamp<int64_t>(scratch_bytes(a, is_backward) / bytes, 1, std::max<int64_t>(n_, 1));
     // It may round the parts of a small one, too.
     const bool wide = padded && rows_ * row < int64_t{1} << 22;
-    outer_ = at::empty({rows_, c_, m_, d_}, wide ? a.options().dtype(at::kFloat) : a.options());
+    if (multiplies) outer_ = at::empty({rows_, c_, m_, d_}, wide ? a.options().dtype(at::kFloat) : a.options());
     divided_ = at::empty({rows_, m_, c_, d_}, a.options());
   }
 
@@ -151,7 +152,7 @@ Tensor outer_product_mean_kernel(const Tensor& a, const Tensor& b, const Tensor&
   check_outer_product_mean(a, b, weight, bias, norm);
   Tensor out = detail::empty_outer_product_mean(a, b, weight);
   if (out.numel() == 0) return out;
-  const Pairs pairs(a, b, norm, /*is_backward=*/false);
+  const Pairs pairs(a, b, norm, /*is_backward=*/false, /*multiplies=*/true);
   const Tensor w = readable(weight).t(), out_pairs = pairs.as_pairs(out);
   pairs.for_each_block([&](const Block& block) {
     const Tensor h = pairs.divided(block);
@@ -175,14 +176,17 @@ detail::OuterProductGradients outer_product_mean_backward_kernel(const Tensor& g
   const auto [for_a, for_b, for_weight, for_norm] = output_mask;
   const bool needs_h = for_weight || for_norm, needs_dh = for_a || for_b || for_norm;
   if (!needs_h && !needs_dh) return {da, db, dweight, dnorm};
-  const Pairs pairs(a, b, norm, /*is_backward=*/true);
+  const Pairs pairs(a, b, norm, /*is_backward=*/true, /*multiplies=*/needs_h);
   const Tensor w = readable(weight), grad_pairs = pairs.as_pairs(grad);
   const Tensor scratch = needs_dh ? pairs.more_scratch() : Tensor();
-  const auto wide = a.options().dtype(a.element_size() == 2 ? at::kFloat : a.scalar_type());
+  // Sums of blocks in 16 bits are float32.
+  const auto zeros_for = [&](const Tensor& gradient) {
+    return a.element_size() == 2 ? at::zeros(gradient.sizes(), a.options().dtype(at::kFloat)) : gradient.zero_();
+  };
   const int64_t batch = batch_of(a), s = a.size(-3);
   const Tensor da_matrices = for_a ? da.view({batch, s, a.size(-2) * a.size(-1)}) : Tensor();
-  const Tensor db_sum = for_b ? at::zeros({batch, s, b.size(-2) * b.size(-1)}, wide) : Tensor();
-  const Tensor dweight_sum = for_weight ? at::zeros(weight.sizes(), wide) : Tensor();
+  const Tensor db_sum = for_b ? zeros_for(db).view({batch, s, b.size(-2) * b.size(-1)}) : Tensor();
+  const Tensor dweight_sum = for_weight ? zeros_for(dweight) : Tensor();
   pairs.for_each_block([&](const Block& block) {
     const Tensor g = pairs.rows(grad_pairs, block);
     Tensor h, dh;
@@ -205,8 +209,8 @@ detail::OuterProductGradients outer_product_mean_backward_kernel(const Tensor& g
     }
     if (for_b) add_product(db_sum.select(0, block.element), pairs.a(block), d_outer);
   });
-  if (for_b) db.copy_(db_sum.view(b.sizes()));
-  if (for_weight) dweight.copy_(dweight_sum);
+  if (for_b && a.element_size() == 2) db.copy_(db_sum.view(b.sizes()));
+  if (for_weight && a.element_size() == 2) dweight.copy_(dweight_sum);
   return {da, db, dweight, dnorm};
 }
 

@@ -12,6 +12,7 @@
 #include "ops/gate.h"
 #include "ops/glu.h"
 #include "ops/layer_norm.h"
+#include "ops/outer_product_mean.h"
 #include "ops/scaled.h"
 #include "ops/sigmoid.h"
 #include "ops/softmax.h"
@@ -74,6 +75,13 @@ void test_transition(at::ScalarType dtype) {
   expect_in_place(x, wide(x) + reference, [&](Tensor& t) -> Tensor& {
     return torchops::add_transition_(t, weight, {}, gate, bias, up, {}, down, {});
   });
+}
+
+void test_outer_product_mean(at::ScalarType dtype) {
+  const Tensor a = random({4, 5, 2}, dtype), b = random({4, 6, 3}, dtype), weight = random({7, 6}, dtype);
+  const Tensor bias = random({7}, dtype), norm = at::full({5, 6}, 4, weight.options());
+  const Tensor outer = at::einsum("sic,sjd->ijcd", {wide(a), wide(b)}).reshape({5, 6, 6});
+  EXPECT_CLOSE(torchops::outer_product_mean(a, b, weight, bias, norm), at::linear(outer / 4, wide(weight), wide(bias)));
 }
 
 void test_triangle_multiplicative_update(at::ScalarType dtype) {
@@ -176,6 +184,7 @@ int main() {
     test_gate(dtype);
     test_glu(dtype);
     test_transition(dtype);
+    test_outer_product_mean(dtype);
     test_triangle_multiplicative_update(dtype);
     test_sigmoid(dtype);
     test_square_matmul(dtype);

@@ -95,7 +95,7 @@ def attention(
 
 
 def _takes_triangles(q: Tensor, k: Tensor, bias: Tensor, mask: Tensor) -> bool:
-    """Whether the operator computes this, which broadcasts no batch, and does so faster than PyTorch."""
+    """Whether the operator computes this on a GPU. It broadcasts no batch."""
     fits = len(q) == len(k) and len(bias) > 0 and len(q) % len(bias) == 0 and len(mask) in (1, len(q))
     return q.is_cuda and len(q) > 0 and fits and are_plain(q, k, bias, mask)
 
@@ -156,7 +156,7 @@ class _WithAttention(Replacement):
         weights, biases = zip(*map(self.weights, layers), strict=True)
         first, *others = biases
         packs = len(layers) > 1 and constants.keeps() and are_plain(x, *weights, first)
-        if not packs or any(bias is not None for bias in others):
+        if not packs or others.count(None) < len(others):
             return [self.linear(x, layer) for layer in layers]
         widths = [len(weight) for weight in weights]
         packed = None if first is None else F.pad(first, (0, sum(widths[1:])))

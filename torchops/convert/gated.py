@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torchops._core.report import Match
 from torchops.convert.declared import swap_classes
 from torchops.convert.registry import Declared, Example, Factory, Turn, swapper
 from torchops.nn.gates import packed_glu
-from torchops.nn.layers import as_parameters, does_more
+from torchops.nn.layers import as_parameters
 from torchops.ops import gate, glu, layer_norm, outer_product_mean
 
 
@@ -54,7 +55,7 @@ class PackedFeedForward(Operators):
 def _gated(v: Tensor, x: Tensor, layer: Any) -> Tensor:
     """``v * sigmoid(layer(x))``, in the dtype of the product if that is what autocast makes of it."""
     device, dtype = x.device.type, layer.weight.dtype
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     if v.dtype == dtype and v.shape[:-1] == x.shape[:-1]:
         return gate(v, as_parameters(x, layer), layer.weight, layer.bias)
@@ -62,11 +63,15 @@ def _gated(v: Tensor, x: Tensor, layer: Any) -> Tensor:
 
 
 def _norm(x: Tensor, layer: Any) -> Tensor:
-    """``layer(x)``, by the operator if the layer does nothing else."""
-    if type(layer) is not nn.LayerNorm or does_more(layer):
+    """``layer(x)``, by the operator if it is this norm."""
+    if type(layer) is not nn.LayerNorm:
         out: Tensor = layer(x)
         return out
     return layer_norm(x, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
 class AdaptiveNorm(Operators):
@@ -106,7 +111,8 @@ class PairWeightedAveraging(Operators):
     """``proj_o(sigmoid(proj_g(m)) * average of proj_m(m))``, with weights from `z`.
 
     Where the released module takes one of `heads` heads after another to save memory, this takes as many parts of the
-    sequences: what it computes of a part has the size of what is released of a head.
+    sequences: what it computes of a part has the size of what is released of a head. The weights, which have no
+    sequences, exist for all heads. A compiler, for which the number of sequences may be a symbol, gets no parts.
     """
 
     norm_m: nn.LayerNorm
@@ -123,7 +129,7 @@ class PairWeightedAveraging(Operators):
     def forward(self, m: Tensor, z: Tensor, mask: Tensor, chunk_heads: Any = True) -> Tensor:
         b = self.proj_z(_norm(z, self.norm_z)).permute(0, 3, 1, 2) + (1 - mask[:, None]) * -self.inf
         weights = torch.softmax(b, dim=-1)
-        if not chunk_heads or self.training:
+        if not chunk_heads or self.training or torch.compiler.is_compiling():
             return self._average(m, weights)
         parts = [self._average(part, weights) for part in m.chunk(self.heads, 1)]
         return torch.cat(parts, 1)
@@ -149,9 +155,17 @@ class OuterProductMean(Operators):
         kept = mask.to(m)
         m = _norm(m, self.norm)
         a, b = (layer(m) * kept.unsqueeze(-1) for layer in (self.proj_a, self.proj_b))
-        with torch.autocast(m.device.type, enabled=False):
+        weight, bias, dtype = self.proj_o.weight, self.proj_o.bias, a.dtype
+        with _without_autocast(m.device.type):
+            kept = kept.to(torch.promote_types(kept.dtype, torch.float32))  # 16 bits don't count beyond 256 or 2048
             counts = (kept.mT @ kept).clamp(min=1)
-        return outer_product_mean(a, b, self.proj_o.weight, self.proj_o.bias, counts)
+            if dtype == torch.float16:  # sums over many sequences overflow before they are divided
+                wide = (t if t is None else t.float() for t in (a, b, weight, bias, counts))
+                out = outer_product_mean(*wide).to(dtype)
+        if dtype != torch.float16:
+            out = outer_product_mean(a, b, weight, bias, counts)
+        in_chunks = chunk_size is not None and not self.training  # then the released module adds the bias by itself
+        return out.to(torch.promote_types(out.dtype, bias.dtype)) if in_chunks and bias is not None else out
 
 
 def _random(*shapes: tuple[int, ...]) -> list[Tensor]:

@@ -12,5 +12,12 @@ PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 
 
 def is_same(value: Any, former: Any) -> bool:
-    """Whether both are one object, or plain values of one type that are equal."""
-    return value is former or (isinstance(value, PLAIN) and type(value) is type(former) and bool(value == former))
+    """Whether both are one object, or plain values of one type, or tuples of these, that are equal. A compiler builds
+    tuples of attributes anew."""
+    if value is former:
+        return True
+    if type(value) is not type(former):
+        return False
+    if isinstance(value, tuple):
+        return len(value) == len(former) and all(map(is_same, value, former))
+    return isinstance(value, PLAIN) and bool(value == former)

@@ -65,10 +65,16 @@ def outer_product_mean(
     be float32. ``torch.autocast`` casts the others to its lower precision, and leaves a float32 ``norm`` as it is. In
     float16, no sum over sequences may exceed 65504.
 
+    Packages that descend from AlphaFold 2 add the bias before they divide: pass none, and add ``bias / norm``.
+
     Memory: the result, and two tensors of scratch, each of at most 4 MiB on the CPU and 32 MiB on a GPU, but of at
     least one row ``i``, in which the outer products are computed. ``a``, ``b`` and ``weight`` are copied if a matmul
-    cannot read them as they are. Backward reads the arguments and computes the outer products again, in the same way.
-    Under ``torch.func``, in forward mode and for second derivatives, the outer products of all pairs exist.
+    cannot read them as they are; in 16 bits on a GPU, ``a`` and ``b`` are also if there are more than 128 sequences,
+    but no multiple of 128. Backward reads the arguments and computes the outer products again. It has up to three such
+    tensors, each of at most 128 MiB on a GPU, and in 16 bits the gradients of ``b`` and ``weight`` in float32.
+
+    Elements of the batch are computed one after another, so it is for large ones. Under ``torch.func``, in forward mode
+    and for second derivatives, the outer products of all pairs exist.
 
     Returns:
         A new contiguous tensor of shape ``(*batch, N, M, O)`` and the dtype of ``a``.
