@@ -15,8 +15,6 @@ import argparse
 import gc
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -119,7 +117,7 @@ def _measured(package: frame.Package, options: argparse.Namespace, device: torch
     document["variants"] = {}
     for variant in (v for v in VARIANTS if v in options.variants):  # replace() changes the model, so it is last
         progress.case(variant)
-        with _prepared(subject, variant, options.backend, document, progress):
+        with measure.prepared(subject, variant, options.backend, document, progress):
             by_class = {} if variant == "compiled" else kinds  # a compiled layer calls no modules
             document["variants"][variant] = measure.measured(
                 subject, options.precision, options.rounds, not options.no_kernels, by_class, progress
@@ -130,28 +128,3 @@ def _measured(package: frame.Package, options: argparse.Namespace, device: torch
         progress.finished()
         gc.collect()
     return document
-
-
-@contextmanager
-def _prepared(
-    subject: frame.Subject, variant: str, backend: str, document: dict[str, Any], progress: Progress
-) -> Iterator[None]:
-    """The model as a variant wants it. `replace` is not undone, so it comes last."""
-    compiled = []
-    if variant.startswith("replaced"):
-        progress.state("replace")
-        done = measure.replaced(subject, torch.bfloat16 if variant == "replaced-16" else None)
-        document.setdefault("replace", done)
-    elif variant == "compiled":
-        compiled = [
-            layer for name in subject.package.compiled for layer in subject.model.get_submodule(name).children()
-        ]
-        for layer in compiled:
-            layer.compile(dynamic=False, backend=backend)
-    try:
-        yield
-    finally:
-        for layer in compiled:
-            layer._compiled_call_impl = None
-        if compiled:
-            torch._dynamo.reset()

@@ -144,16 +144,27 @@ class _CpuAutocast(torch.autocast):
 
 
 @contextmanager
-def ran_in(precision: str, device: torch.device) -> Iterator[None]:
-    """`precision`: bf16-mixed, float32 or tf32."""
-    was, real = torch.get_float32_matmul_precision(), torch.autocast
+def settings(precision: str, device: torch.device) -> Iterator[None]:
+    """What `precision` sets besides autocast: precision of products, and on a CPU, the meaning of "cuda"."""
+    was = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     with ExitStack() as stack:
         if device.type == "cpu":
             for module in (torch, torch.amp):
                 stack.enter_context(mock.patch.object(module, "autocast", _CpuAutocast))
         stack.callback(torch.set_float32_matmul_precision, was)
-        stack.enter_context(real(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"))
+        yield
+
+
+def cast(precision: str, device: torch.device) -> torch.autocast:
+    """Autocast as `precision` has it."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed")
+
+
+@contextmanager
+def ran_in(precision: str, device: torch.device) -> Iterator[None]:
+    """`precision`: bf16-mixed, float32 or tf32."""
+    with settings(precision, device), cast(precision, device):
         yield
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -130,3 +131,28 @@ def replaced(subject: Subject, diffusion_dtype: torch.dtype | None = None) -> di
         "left": counted(f"{name} {kinds[name]}: {why}" for name, why in found.left.items()),
         "shares": [asdict(share) for share in found.shares],
     }
+
+
+@contextmanager
+def prepared(
+    subject: Subject, variant: str, backend: str, document: dict[str, Any], progress: Progress
+) -> Iterator[None]:
+    """The model as a variant wants it. What `replace` does is not undone."""
+    compiled = []
+    if variant.startswith("replaced"):
+        progress.state("replace")
+        done = replaced(subject, torch.bfloat16 if variant == "replaced-16" else None)
+        document.setdefault("replace", done)
+    elif variant == "compiled":
+        compiled = [
+            layer for name in subject.package.compiled for layer in subject.model.get_submodule(name).children()
+        ]
+        for layer in compiled:
+            layer.compile(dynamic=False, backend=backend)
+    try:
+        yield
+    finally:
+        for layer in compiled:
+            layer._compiled_call_impl = None
+        if compiled:
+            torch._dynamo.reset()
