@@ -40,7 +40,7 @@ COMMANDS = (
     Command("boltz", "boltz", "layers of the released Boltz before and after torchops.replace"),
     Command("survey", "survey", "every operator at random sizes, beside PyTorch's ways"),
     Command("candidates", "candidates", "each kernel that could multiply on CUDA, alone; fits predicted times"),
-    Command("whole", "whole", "a whole prediction of a released model before and after torchops.replace"),
+    Command("whole", "whole", "a prediction or a training step of a released model before and after torchops.replace"),
     Command("inductor", "inductor", "where torchops.inductor wins over torch.compile; writes its table"),
 )
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.whole import boltz, frame, openfold3, protenix
+from benchmarks.whole import boltz, boltz_training, frame, openfold3, protenix
 
 SIZES = frame.Sizes(tokens=8, msa=4, blocks=1, steps=3, samples=2, recycling=0)
 
@@ -36,6 +36,11 @@ _BOLTZ = {
 class Boltz(boltz.Boltz):
     def arguments(self) -> dict[str, Any]:
         return _set(copy.deepcopy(super().arguments()), _BOLTZ)
+
+
+class BoltzTraining(boltz_training.BoltzTraining):
+    def arguments(self) -> dict[str, Any]:
+        return _set(super().arguments(), _BOLTZ)
 
 
 class BoltzGen(boltz.BoltzGen):

@@ -111,7 +111,7 @@ class Boltz(Package):
         "bfactor_module",
         "confidence_module",
     )
-    compiled = (
+    compiled: ClassVar[tuple[str, ...]] = (
         "template_module.pairformer.layers",
         "msa_module.layers",
         "pairformer_module.layers",

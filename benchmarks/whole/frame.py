@@ -119,6 +119,14 @@ class Package(ABC):
         """A prediction with the package's own kernels off; its outputs by name, those of `trunk` among them."""
 
 
+class Trained(Package):
+    """A released package of which a training step is known. `Sizes.samples` is how many noise levels it draws."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, features: Features, sizes: Sizes) -> Tensor:
+        """The loss of a training step. The release may change `features`."""
+
+
 class Subject(NamedTuple):
     """A model with its input."""
 

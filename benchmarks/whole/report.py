@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from .. import machine, plots
@@ -25,27 +26,52 @@ def page(document: dict[str, Any]) -> str:
         f"{sizes}. The package's own optional kernels are off. Random weights, synthetic features.",
         "",
     ]
+    if _of_training(document):
+        lines += ["A step is a forward with its losses, and a backward pass. It adds to the gradients.", ""]
+    lines += table(["", *variants], _step(document) if _of_training(document) else _prediction(variants))
+    lines += _deviations(variants) + _classes(variants) + _kernels(variants) + _replace(document)
+    return "\n".join([*lines, ""])
+
+
+def _of_training(document: dict[str, Any]) -> bool:
+    return "gradients, bytes" in document
+
+
+def _against(value: float, base: float) -> str:
+    return f"{value:.3f} s ({base / value:.2f} x)" if value else ""
+
+
+def _prediction(variants: dict[str, Any]) -> list[list[str]]:
     first = next(iter(variants.values()))
-
-    def against(value: float, base: float) -> str:
-        return f"{value:.3f} s ({base / value:.2f} x)" if value else ""
-
     best = {name: min(result["seconds"]) for name, result in variants.items()}
     base = next(iter(best.values()))
-    rows = [["whole", *(against(value, base) for value in best.values())]]
+    rows = [["whole", *(_against(value, base) for value in best.values())]]
     parts = list(dict.fromkeys(part for result in variants.values() for part in result["parts, s"]))
     for part in parts:
         if first["parts, s"].get(part, 0) < LEAST * base:
             continue
         times = [result["parts, s"].get(part, 0.0) for result in variants.values()]
-        rows.append([part, *(against(value, times[0]) for value in times)])
+        rows.append([part, *(_against(value, times[0]) for value in times)])
     if first["peak, bytes"]:
         peaks = [f"{result['peak, bytes'] / 2**30:.2f} GiB" for result in variants.values()]
         rows.append(["peak memory, parameters included", *peaks])
     rows.append(["first call", *(f"{result['first call, s']:.1f} s" for result in variants.values())])
-    lines += table(["", *variants], rows)
-    lines += _deviations(variants) + _classes(variants) + _kernels(variants) + _replace(document)
-    return "\n".join([*lines, ""])
+    return rows
+
+
+def _step(document: dict[str, Any]) -> list[list[str]]:
+    """Medians, and memory."""
+    results = list(document["variants"].values())
+    rows = []
+    for name, key in (("step", "seconds"), ("forward", "forward, s"), ("backward", "backward, s")):
+        times = [median(result[key]) for result in results]
+        rows.append([f"{name}, median of {len(results[0][key])}", *(_against(value, times[0]) for value in times)])
+    for name in ("parameters", "gradients"):
+        rows.append([name, *([f"{document[f'{name}, bytes'] / 2**30:.2f} GiB"] * len(results))])
+    if "peak beyond, bytes" in results[0]:
+        peaks = [f"{result['peak beyond, bytes'] / 2**30:.2f} GiB" for result in results]
+        rows.append(["peak memory beyond these", *peaks])
+    return [*rows, ["first call", *(f"{result['first call, s']:.1f} s" for result in results)]]
 
 
 def _deviations(variants: dict[str, Any]) -> list[str]:
@@ -138,7 +164,8 @@ def draw(document: dict[str, Any], path: Path) -> str:
     axes.invert_yaxis()
     axes.margins(x=0.09)
     sizes = document["sizes"]
-    axes.set_xlabel(f"time of a prediction [s]: {sizes['tokens']} tokens, {sizes['samples']} samples")
+    what = "training step" if _of_training(document) else "prediction"
+    axes.set_xlabel(f"time of a {what} [s]: {sizes['tokens']} tokens, {sizes['samples']} samples")
     figure.legend(fontsize=8, loc="outside upper center", ncols=4)
     axes.set_title(f"{document['package']} {document['version']}, {document['precision']}", fontsize=10)
     plots._caption(figure, document)
