@@ -160,8 +160,8 @@ class OuterProductMean(Operators):
             kept = kept.to(torch.promote_types(kept.dtype, torch.float32))  # 16 bits don't count beyond 256 or 2048
             counts = (kept.mT @ kept).clamp(min=1)
             if dtype == torch.float16:  # sums over many sequences overflow before they are divided
-                wide = (t if t is None else t.float() for t in (a, b, weight, bias, counts))
-                out = outer_product_mean(*wide).to(dtype)
+                wide = None if bias is None else bias.float()
+                out = outer_product_mean(a.float(), b.float(), weight.float(), wide, counts).to(dtype)
         if dtype != torch.float16:
             out = outer_product_mean(a, b, weight, bias, counts)
         in_chunks = chunk_size is not None and not self.training  # then the released module adds the bias by itself
