@@ -1,6 +1,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <numeric>
 #include <vector>
 
@@ -70,6 +71,15 @@ Tensor sum_of_pairs(const Tensor& grad) {
   return grad.sum(dims);
 }
 
+// Whether training keeps the outer products of all pairs: in the caches of a CPU, they are read in less time than
+// computed again.
+bool keeps_outer_products(const Tensor& a, const Tensor& b) {
+  if (!a.device().is_cpu() || is_traced(a) || is_traced(b)) return false;
+  constexpr int64_t most_cached_bytes = int64_t{8} << 20;
+  const int64_t of_sequence = b.size(-2) * b.size(-1) * static_cast<int64_t>(b.element_size());
+  return a.numel() <= most_cached_bytes / std::max<int64_t>(of_sequence, 1) * a.size(-3);
+}
+
 struct OuterProductMean : torch::autograd::Function<OuterProductMean> {
   static constexpr bool is_traceable = true;
 
@@ -111,6 +121,7 @@ struct Functional : FunctionalOp<Functional, outer_product_mean> {
   }
   static Tensor train(const Tensor& a, const Tensor& b, const Tensor& weight, const OptionalTensor& bias,
                       const OptionalTensor& norm) {
+    if (keeps_outer_products(a, b)) return decomposed(a, b, weight, bias, norm);
     return OuterProductMean::apply(a, b, weight, bias, norm);
   }
 };

@@ -71,7 +71,8 @@ def outer_product_mean(
     least one row ``i``, in which the outer products are computed. ``a``, ``b`` and ``weight`` are copied if a matmul
     cannot read them as they are; in 16 bits on a GPU, ``a`` and ``b`` are also if there are more than 128 sequences,
     but no multiple of 128. Backward reads the arguments and computes the outer products again. It has up to three such
-    tensors, each of at most 128 MiB on a GPU, and in 16 bits the gradients of ``b`` and ``weight`` in float32.
+    tensors, each of at most 128 MiB on a GPU, and in 16 bits the gradients of ``b`` and ``weight`` in float32. On the
+    CPU, backward keeps the outer products of all pairs instead, if they take at most 8 MiB.
 
     Elements of the batch are computed one after another, so it is for large ones. Under ``torch.func``, in forward mode
     and for second derivatives, the outer products of all pairs exist.
