@@ -213,3 +213,8 @@ def test_every_operator_that_cannot_be_traced_says_so() -> None:
     untraceable = {s.name for s in schemas if any("Optional[Tensor]]" in str(a.type) for a in s.arguments)}
     assert len(untraceable) > 5
     assert {name for name in untraceable if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Tracer")} == set()
+
+
+def test_attention_pair_bias_names_what_to_use_instead() -> None:
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace cannot record this operator; use torch\.export\.export"):
+        torch.jit.trace(torchops.nn.AttentionPairBias(8, 4, 2), (torch.randn(1, 3, 8), torch.randn(1, 3, 3, 4)))

@@ -16,6 +16,11 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 def expect(holds: Any, message: Callable[[], str]) -> None:
     """Like torch._check, which takes a microsecond or more even if the condition holds, and is called only for symbolic
     ones. Dynamo, where it traces this itself, takes no text with sizes in it."""
+    if isinstance(holds, Tensor):  # as sizes are in that
+        raise RuntimeError(
+            "torch.jit.trace cannot record this operator; use torch.export.export, and "
+            "torch._inductor.aoti_compile_and_package to serve the program (docs/serving.md)"
+        )
     if holds is True:
         return
     if holds is False:
