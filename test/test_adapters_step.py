@@ -118,3 +118,40 @@ def test_layers_that_differ_compute_their_own(part: str) -> None:
 
 class Other(Tensor):
     """Of which nothing is known."""
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_notices_an_optimizer(fused: bool) -> None:
+    """A fused one changes no versions."""
+    model, new = sampler("boltz")
+    call = conditions("boltz") | {"multiplicity": 3}
+    with torch.no_grad():
+        stepped(model, new, "boltz", call, steps=5)
+        for module in (model, new):
+            parameters = [*module.score_model.parameters()]
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            torch.optim.AdamW(parameters, lr=0.05, fused=fused).step()
+        stepped(model, new, "boltz", call, steps=5)
+
+
+class Wrapper(nn.Module):
+    """As adapters wrap a layer."""
+
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.of(x)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:DiffusionTransformerLayer runs as released")
+def test_a_wrapped_layer_runs_as_released() -> None:
+    model, new = sampler("boltz")
+    for layer in layers_of(new)[:1]:
+        layer.adaln.s_scale = Wrapper(nn.Linear(2 * C, 2 * C))
+        model.score_model.token_transformer.layers[0].adaln.s_scale = layer.adaln.s_scale
+    with torch.no_grad():
+        stepped(model, new, "boltz", conditions("boltz") | {"multiplicity": 3}, steps=5)

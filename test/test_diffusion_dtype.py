@@ -137,3 +137,30 @@ def test_other_dtypes_are_refused(dtype: Any) -> None:
     _, new = sampler("boltz")
     with pytest.raises(ValueError, match=r"replace: expected diffusion_dtype bfloat16, float16 or None, got "):
         torchops.replace(new, diffusion_dtype=dtype)
+
+
+def test_layers_of_several_dtypes() -> None:
+    _, new = sampler("boltz")
+    plain = copy.deepcopy(new)
+    plain.score_model.step_graphs = False
+    for model in (new, plain):
+        torchops.replace(layers_of(model)[1], diffusion_dtype=torch.bfloat16)
+        layers_of(model)[1].diffusion_dtype = torch.bfloat16
+    with torch.no_grad():
+        stepped(plain, new, "boltz", conditions("boltz") | {"multiplicity": 3}, steps=5, tolerance=0.1)
+
+
+@dtypes
+@pytest.mark.parametrize("of_model", [torch.float32, *HALVES], ids=str)
+def test_it_overrides_autocast_and_keeps_the_stream(dtype: torch.dtype, of_model: torch.dtype) -> None:
+    _, new = sampler("boltz")
+    torchops.replace(new, diffusion_dtype=dtype)
+    layer = layers_of(new)[0].to(of_model)
+    a, s = (torch.randn(1, TOKENS, 2 * C, dtype=of_model) for _ in range(2))
+    bias, mask = torch.randn(1, TOKENS, TOKENS, 2), torch.ones(1, TOKENS)
+    with torch.no_grad():
+        plain = layer(a, s, bias, mask)
+        for other in HALVES:
+            with torch.autocast("cpu", other):
+                assert torch.equal(layer(a, s, bias, mask), plain)
+    assert plain.dtype == of_model

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from torchops.convert.module import are_plain, once
+from torchops.convert.module import are_plain, once, without_autocast
 
 _OPS: Any = torch.ops.myops
 
@@ -36,6 +36,8 @@ class Conditions(NamedTuple):
 
 
 class ConditionedLayer(Protocol):
+    diffusion_dtype: torch.dtype | None
+
     def parameter(self, layer: str, name: str) -> Tensor | None: ...
     def cast(self, t: Tensor) -> Tensor: ...
     def eps(self, norm: str) -> float: ...
@@ -78,15 +80,17 @@ def _of_all(layers: Sequence[ConditionedLayer], s: Tensor) -> Mapping[int, Condi
     eps = {layer.eps(norm) for layer in layers for norm in norms}
     shapes = {weight.shape for weight, _ in (*scales, *shifts, *gates)}
     alike = all(len({bias is None for _, bias in linears}) == 1 for linears in (scales, shifts, gates))
-    if len(eps) != 1 or len(shapes) != 1 or not alike or any(term is not None for term in terms):
+    dtypes = {layer.diffusion_dtype for layer in layers}
+    if len(dtypes) != 1 or len(eps) != 1 or len(shapes) != 1 or not alike or any(term is not None for term in terms):
         return {}
     if not are_plain(s, *factors, *(t for linear in (*scales, *shifts, *gates) for t in linear)):
         return {}
     cast = layers[0].cast
-    xhat = _OPS.layer_norm(s, s.shape[-1:], None, None, eps.pop())
-    scale = _products(_OPS.dense, xhat, _times(scales, factors), cast)
-    shift = _products(_OPS._linear, xhat, _times(shifts, factors), cast)
-    gate = _products(_OPS.dense, s, gates, cast)
+    with nullcontext() if dtypes == {None} else without_autocast(s.device.type):
+        xhat = _OPS.layer_norm(s, s.shape[-1:], None, None, eps.pop())
+        scale = _products(_OPS.dense, xhat, _times(scales, factors), cast)
+        shift = _products(_OPS._linear, xhat, _times(shifts, factors), cast)
+        gate = _products(_OPS.dense, s, gates, cast)
     parts = list(zip(scale, shift, gate, strict=True))
     return {id(layer): Conditions(*parts[2 * i], *parts[2 * i + 1]) for i, layer in enumerate(layers)}
 

@@ -19,7 +19,18 @@ from torch.nn import functional as F
 
 from torchops.convert import constants
 from torchops.convert.conditioning import ADAPTIVE_NORMS, GATES, Conditions, given
-from torchops.convert.module import Call, Layers, Parameters, Replacement, Shape, are_plain, once, random, restored
+from torchops.convert.module import (
+    Call,
+    Layers,
+    Parameters,
+    Replacement,
+    Shape,
+    are_plain,
+    once,
+    random,
+    restored,
+    without_autocast,
+)
 from torchops.convert.registry import TakesDiffusionDtype
 from torchops.convert.signature import Signature
 from torchops.nn.layers import has_hooks
@@ -183,6 +194,7 @@ class _WithAttention(Replacement):
     def swiglu(self, x: Tensor, layer: str) -> Tensor:
         """Of a linear layer, the first half of the features times the SiLU of the second."""
         weight, bias = self.weights(layer)
+        x = self.cast(x)
         if not are_plain(x, weight, bias):
             up, gate = F.linear(x, weight, bias).chunk(2, -1)
             return F.silu(gate) * up
@@ -257,6 +269,20 @@ class DiffusionLayer(_WithAttention, TakesDiffusionDtype):
         mask: Tensor,
         to_keys: Callable[[Tensor], Tensor] | None = None,
         multiplicity: int = 1,
+    ) -> Tensor:
+        if self.diffusion_dtype is None:
+            return self._update(a, s, bias, mask, to_keys, multiplicity)
+        with without_autocast(a.device.type):  # which may have another dtype
+            return self._update(a, s, bias, mask, to_keys, multiplicity).to(a.dtype)
+
+    def _update(
+        self,
+        a: Tensor,
+        s: Tensor,
+        bias: Tensor,
+        mask: Tensor,
+        to_keys: Callable[[Tensor], Tensor] | None,
+        multiplicity: int,
     ) -> Tensor:
         of_s = self._conditions(s, samples=len(a))
         b = self._adaptive_norm(a, "adaln", of_s.scale, of_s.shift)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from torchops._core.report import Match
 from torchops.convert.declared import swap_classes
+from torchops.convert.module import without_autocast
 from torchops.convert.registry import Declared, Example, Factory, Turn, swapper
 from torchops.nn.gates import packed_glu
 from torchops.nn.layers import as_parameters
@@ -68,10 +68,6 @@ def _norm(x: Tensor, layer: Any) -> Tensor:
         out: Tensor = layer(x)
         return out
     return layer_norm(x, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
-
-
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
 class AdaptiveNorm(Operators):
@@ -156,7 +152,7 @@ class OuterProductMean(Operators):
         m = _norm(m, self.norm)
         a, b = (layer(m) * kept.unsqueeze(-1) for layer in (self.proj_a, self.proj_b))
         weight, bias, dtype = self.proj_o.weight, self.proj_o.bias, a.dtype
-        with _without_autocast(m.device.type):
+        with without_autocast(m.device.type):
             kept = kept.to(torch.promote_types(kept.dtype, torch.float32))  # 16 bits don't count beyond 256 or 2048
             counts = (kept.mT @ kept).clamp(min=1)
             if dtype == torch.float16:  # sums over many sequences overflow before they are divided

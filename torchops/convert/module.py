@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -184,6 +185,10 @@ _PLAIN_TENSORS = (Tensor, nn.Parameter, FakeTensor)
 def are_plain(*tensors: Tensor | None) -> bool:
     """Whether none is of a subclass that knows ATen's operators alone, such as quantized weights."""
     return all(t is None or type(t) in _PLAIN_TENSORS for t in tensors)
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
 def once(x: Tensor) -> Tensor:

@@ -75,7 +75,8 @@ def replace(
 
     The model is changed in place. A new layer has the parameters themselves, so optimizers keep working, and all other
     state of the old layer (training mode, ``requires_grad``, dtype, device, attributes). Names in the state dict stay
-    the same, and state dicts load both ways. Calling it again does nothing. It replaces what is declared:
+    the same, and state dicts load both ways. Calling it again replaces nothing more, and sets ``diffusion_dtype``. It
+    replaces what is declared:
 
     - an ``nn.Linear`` followed by an ``nn.Sigmoid`` or ``nn.GLU()`` in an ``nn.Sequential``, by one layer;
     - triangle multiplicative updates, triangle attention, transitions, layers of diffusion transformers and gated
@@ -118,8 +119,9 @@ def replace(
             them from the sizes of the layers.
 
         diffusion_dtype: in which replaced layers of diffusion transformers multiply and attend, torch.bfloat16 or
-            torch.float16. Their parameters, and what they add to, keep their dtype. None is as released, which is
-            float32 in Boltz and BoltzGen. A later call sets it anew.
+            torch.float16, whose numbers end at 65504. It overrides autocast there. Their parameters, layer norms, and
+            what they add to, keep their dtype. None is as released, which is float32 in Boltz and BoltzGen. A later
+            call sets it anew. Of a model without such layers, it changes nothing.
 
     Returns:
         What was replaced and what was left; ``str`` of it is a table by class and share of the parameters.

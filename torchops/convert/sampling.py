@@ -288,6 +288,7 @@ class _Conditioned(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         s = kwargs.get("s")
         layers = [module for module in self.of.modules() if isinstance(module, DiffusionLayer)]
+        layers = [layer for layer in layers if layer.why_not() is None]
         if not layers or not isinstance(s, Tensor):
             return self.of(*args, **kwargs)
         with conditioned(layers, s):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchops.convert.values import PLAIN
 from torchops.nn.layers import has_hooks
@@ -25,6 +26,7 @@ class State(NamedTuple):
     pointers: tuple[Any, ...]
     attributes: tuple[Any, ...]
     hooks: bool
+    optimizer_steps: int
 
     @classmethod
     def of(cls, module: nn.Module) -> State:
@@ -35,13 +37,14 @@ class State(NamedTuple):
             for registry in (each._parameters, each._buffers):
                 pointers += [_place(t) for t in registry.values() if t is not None]
             attributes += [_place(v) if isinstance(v, Tensor) else v for v in vars(each).values() if _is_attribute(v)]
-        return cls(tuple(ids), tuple(pointers), tuple(attributes), hooks)
+        return cls(tuple(ids), tuple(pointers), tuple(attributes), hooks, _optimizer_steps.count)
 
 
 class Watch:
     """The state of a module, again and again. Does not keep the module alive."""
 
     def __init__(self, module: nn.Module) -> None:
+        _optimizer_steps.watch()
         self.state = State.of(module)
         modules = _inside(module)
         self._live = [vars(each) for each in modules]
@@ -70,7 +73,27 @@ class Watch:
         except Exception:  # values that cannot be compared
             return False
         hooks = self._forwards or any(self._hooks) or _has_global_hooks()
+        same = same and self.state.optimizer_steps == _optimizer_steps.count
         return same and hooks == self.state.hooks and list(map(_place, self._tensors)) == self._places
+
+
+class _OptimizerSteps:
+    """Of all optimizers: a fused one changes parameters, but not their versions."""
+
+    count = 0
+    _watched = False
+
+    def watch(self) -> None:
+        if not self._watched:
+            self._watched = True
+            register_optimizer_step_post_hook(self._stepped)
+
+    def _stepped(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():  # what is compiled changes versions
+            self.count += 1
+
+
+_optimizer_steps = _OptimizerSteps()
 
 
 def _inside(module: nn.Module) -> list[nn.Module]:
