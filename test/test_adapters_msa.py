@@ -152,3 +152,18 @@ def test_outer_products_of_many_sequences(dtype: torch.dtype) -> None:
         got, want = model(x, kept), former.float()(x.float(), kept.float())
     assert got.dtype == dtype
     assert_all_close([got.float()], [want], atol=0.02 * float(want.abs().max()), rtol=0.02)
+
+
+def test_pair_layers_on_the_meta_device() -> None:
+    """In training, with dropout, and in 16 bits, where they switch autocast off."""
+    pairformer = importlib.import_module("boltz.model.layers.pairformer")
+    model: Any = nn.ModuleList([pairformer.PairformerNoSeqLayer(8, pairwise_head_width=4, pairwise_num_heads=2)])
+    assert "0" in replace(model).replaced
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = model.to("meta", dtype)[0]
+        z, mask = torch.empty(1, 5, 5, 8, device="meta", dtype=dtype), torch.ones(1, 5, 5, device="meta")
+        for training in (True, False):
+            assert layer.train(training)(z, mask).shape == z.shape
+        for part in (layer.tri_mul_out, layer.tri_att_start):
+            assert part(z, mask).shape == z.shape
+        assert layer.transition_z(z).shape == z.shape

@@ -15,6 +15,7 @@ namespace torchops::autograd {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
+using detail::of_batch;
 using detail::OuterProductGradients;
 using detail::OuterProductOutputMask;
 
@@ -25,8 +26,8 @@ class WrittenOut {
       : a_(a), b_(b), weight_(weight), norm_(norm) {
     const c10::SymInt n = a.sym_size(-2), m = b.sym_size(-2), c = a.sym_size(-1), d = b.sym_size(-1);
     const Tensor outer = matmul(matrix(a).mT(), matrix(b));
-    const Tensor pairs = outer.reshape_symint(shape({n, c, m, d})).transpose(-3, -2);
-    h_ = divided(pairs.reshape_symint(shape({n, m, c * d})));
+    const Tensor pairs = outer.reshape_symint(of_batch(a_, {n, c, m, d})).transpose(-3, -2);
+    h_ = divided(pairs.reshape_symint(of_batch(a_, {n, m, c * d})));
   }
 
   Tensor result(const OptionalTensor& bias) const { return linear(h_, weight_, bias).contiguous(); }
@@ -34,8 +35,8 @@ class WrittenOut {
   OuterProductGradients gradients(const Tensor& grad, const OuterProductOutputMask& output_mask) const {
     const Tensor dh = matmul(grad, weight_);
     const c10::SymInt n = a_.sym_size(-2), m = b_.sym_size(-2), c = a_.sym_size(-1), d = b_.sym_size(-1);
-    const Tensor pairs = divided(dh).reshape_symint(shape({n, m, c, d})).transpose(-3, -2);
-    const Tensor d_outer = pairs.reshape_symint(shape({n * c, m * d}));
+    const Tensor pairs = divided(dh).reshape_symint(of_batch(a_, {n, m, c, d})).transpose(-3, -2);
+    const Tensor d_outer = pairs.reshape_symint(of_batch(a_, {n * c, m * d}));
     const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };
     return {output_mask[0] ? matmul(matrix(b_), d_outer.mT()).reshape_symint(a_.sym_sizes()) : none(a_),
             output_mask[1] ? matmul(matrix(a_), d_outer).reshape_symint(b_.sym_sizes()) : none(b_),
@@ -44,15 +45,8 @@ class WrittenOut {
   }
 
  private:
-  // Sizes after those of the batch.
-  c10::SymDimVector shape(std::initializer_list<c10::SymInt> last) const {
-    c10::SymDimVector sizes(a_.sym_sizes().slice(0, a_.dim() - 3));
-    sizes.append(last);
-    return sizes;
-  }
-
   Tensor matrix(const Tensor& t) const {
-    return t.reshape_symint(shape({t.sym_size(-3), t.sym_size(-2) * t.sym_size(-1)}));
+    return t.reshape_symint(of_batch(a_, {t.sym_size(-3), t.sym_size(-2) * t.sym_size(-1)}));
   }
 
   Tensor divided(const Tensor& pairs) const {

@@ -30,12 +30,7 @@ detail::OuterProductGradients detail::outer_product_mean_backward(const Tensor& 
 
 namespace {
 
-// (*batch, ...)
-c10::SymDimVector of_batch(const Tensor& a, std::initializer_list<c10::SymInt> sizes) {
-  c10::SymDimVector shape(a.sym_sizes().slice(0, a.dim() - 3));
-  shape.append(sizes);
-  return shape;
-}
+using detail::of_batch;
 
 c10::SymDimVector result_shape(const Tensor& a, const Tensor& b, const Tensor& weight) {
   return of_batch(a, {a.sym_size(-2), b.sym_size(-2), weight.sym_size(0)});

@@ -1,8 +1,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/DimVector.h>
 
 #include <array>
+#include <initializer_list>
 #include <optional>
 #include <tuple>
 
@@ -45,6 +47,13 @@ OuterProductGradients outer_product_mean_backward(const at::Tensor& grad, const 
 void check_outer_product_mean_backward(const at::Tensor& grad, const at::Tensor& a, const at::Tensor& b,
                                        const at::Tensor& weight, const std::optional<at::Tensor>& norm,
                                        const OuterProductOutputMask& output_mask);
+
+/// (*batch, *sizes), where a is (*batch, S, N, C).
+inline c10::SymDimVector of_batch(const at::Tensor& a, std::initializer_list<c10::SymInt> sizes) {
+  c10::SymDimVector shape(a.sym_sizes().slice(0, a.dim() - 3));
+  shape.append(sizes);
+  return shape;
+}
 
 /// Uninitialised results of the checked arguments.
 at::Tensor empty_outer_product_mean(const at::Tensor& a, const at::Tensor& b, const at::Tensor& weight);

@@ -180,8 +180,9 @@ detail::OuterProductGradients outer_product_mean_backward_kernel(const Tensor& g
   const Tensor w = readable(weight), grad_pairs = pairs.as_pairs(grad);
   const Tensor scratch = needs_dh ? pairs.more_scratch() : Tensor();
   // Sums of blocks in 16 bits are float32.
+  const bool widens = a.element_size() == 2;
   const auto zeros_for = [&](const Tensor& gradient) {
-    return a.element_size() == 2 ? at::zeros(gradient.sizes(), a.options().dtype(at::kFloat)) : gradient.zero_();
+    return widens ? at::zeros(gradient.sizes(), a.options().dtype(at::kFloat)) : gradient.zero_();
   };
   const int64_t batch = batch_of(a), s = a.size(-3);
   const Tensor da_matrices = for_a ? da.view({batch, s, a.size(-2) * a.size(-1)}) : Tensor();
@@ -209,8 +210,8 @@ detail::OuterProductGradients outer_product_mean_backward_kernel(const Tensor& g
     }
     if (for_b) add_product(db_sum.select(0, block.element), pairs.a(block), d_outer);
   });
-  if (for_b && a.element_size() == 2) db.copy_(db_sum.view(b.sizes()));
-  if (for_weight && a.element_size() == 2) dweight.copy_(dweight_sum);
+  if (for_b && widens) db.copy_(db_sum.view(b.sizes()));
+  if (for_weight && widens) dweight.copy_(dweight_sum);
   return {da, db, dweight, dnorm};
 }
 

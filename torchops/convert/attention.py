@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchops._triangle_attention.update.arguments import Node
-from torchops.convert.module import Call, Replacement, Shape, random
+from torchops.convert.module import Call, Replacement, Shape, random, without_autocast
 from torchops.convert.signature import Signature
 from torchops.ops import AttentionWeights, gate, layer_norm, triangle_attention, triangle_attention_update
 
@@ -77,7 +77,7 @@ class TriangleAttention(Replacement):
         mask, compute = self._keys(x, mask), _with_transposed_bias if of_transposed else triangle_attention_update
         if x.dtype != torch.bfloat16:
             return compute(x, mask, self.weights(), self.node)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             return compute(x, mask, self.weights(x.dtype), self.node)
 
     def updated(self, x: Tensor, mask: Tensor | None) -> Tensor:

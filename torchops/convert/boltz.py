@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchops.convert import attention, diffusion, transition
 from torchops.convert.adapter import Adapter
 from torchops.convert.layer import Layer, LayerAdapter, Parts, added
-from torchops.convert.module import Call, random
+from torchops.convert.module import Call, random, without_autocast
 from torchops.convert.sampling import SamplerAdapter, ScoreAdapter
 from torchops.convert.signature import CHUNKS, KERNELS, Signature
 from torchops.convert.triangle import PACKED, Direction, TriangleUpdate
@@ -82,7 +82,7 @@ class PairLayer(Layer):
             columnwise = {"columnwise": True} if name == "tri_att_end" else {}
             dropout = draw(self.dropout, z, self.training, **columnwise)
             update = part(z, mask)
-            with torch.autocast(z.device.type, enabled=False):
+            with without_autocast(z.device.type):
                 z = torch.addcmul(z, dropout, update)
         return added(last, z)
 

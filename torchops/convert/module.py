@@ -188,6 +188,7 @@ def are_plain(*tensors: Tensor | None) -> bool:
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Off on this type of device. There is none on "meta", which torch.autocast refuses."""
     return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchops.convert.module import Call, Replacement, Shape, random
+from torchops.convert.module import Call, Replacement, Shape, random, without_autocast
 from torchops.convert.signature import Signature
 from torchops.ops import add_transition_, transition
 
@@ -70,7 +70,7 @@ class Transition(Replacement):
     def _update(self, x: Tensor) -> Tensor:
         if not self._follows or x.dtype != torch.bfloat16:
             return self.update(x)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             return self.update(x, {name: None if t is None else t.to(x.dtype) for name, t in self.weights().items()})
 
     def calls(self, generator: torch.Generator) -> Iterable[Call]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchops.convert.module import Call, Replacement, Shape, needs_grad, random
+from torchops.convert.module import Call, Replacement, Shape, needs_grad, random, without_autocast
 from torchops.convert.signature import Signature
 
 Direction = Literal["outgoing", "incoming"]
@@ -145,7 +145,7 @@ class TriangleUpdate(Replacement):
         inplace = inplace and not out_of_place
         if not self._follows or x.dtype != torch.bfloat16:
             return self._compute(x, mask, inplace, add, self.weights())
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             weights = [None if t is None else t.to(x.dtype) for t in self.weights()]
             return self._compute(x, mask, inplace, add, weights)
 
